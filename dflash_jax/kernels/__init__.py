@@ -1,0 +1,1 @@
+"""Operations with more than one implementation; knows nothing of models or engine."""

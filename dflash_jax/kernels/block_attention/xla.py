@@ -1,0 +1,103 @@
+"""`block_attention` in plain XLA operations, at a cost that follows the contexts' actual length.
+
+Softmax is computed online (arXiv 1805.02867): first over the block's own keys, then over chunks of
+pages in a loop that runs from the first chunk any row can see to the last any row has.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+_CHUNK_TOKENS = 128
+_MASKED = -1e30
+
+
+def block_attention(
+    q: Float[Array, "rows queries heads head_dim"],
+    k_block: Float[Array, "rows queries kv_heads head_dim"],
+    v_block: Float[Array, "rows queries kv_heads head_dim"],
+    k_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+    block_table: Int[Array, "slots slot_pages"],
+    idx_mapping: Int[Array, " rows"],
+    context_len: Int[Array, " slots"],
+    q_len: Int[Array, " rows"],
+    *,
+    layer: int,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Float[Array, "rows queries heads head_dim"]:
+    rows, queries, heads, head_dim = q.shape
+    num_layers, num_pages, page_size, kv_heads, _ = k_pages.shape
+    group = heads // kv_heads
+    chunk_pages = min(max(1, _CHUNK_TOKENS // page_size), block_table.shape[1])
+    chunk = chunk_pages * page_size
+
+    live = idx_mapping >= 0
+    slots = jnp.maximum(idx_mapping, 0)
+    context = jnp.where(live, context_len[slots], 0)
+    offsets = jnp.arange(queries)
+    positions = context[:, None] + offsets
+
+    # Queries of one KV head lie together: [rows, kv_heads, queries * group, head_dim].
+    grouped = (q.astype(jnp.float32) * scale).reshape(rows, queries, kv_heads, group, head_dim)
+    grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, queries * group, head_dim)
+
+    def masked_scores(keys, key_positions, exists):
+        scores = jnp.einsum("rkqd,rksd->rkqs", grouped, keys.astype(jnp.float32))
+        distance = positions[:, :, None] - key_positions[:, None, :]
+        seen = jnp.broadcast_to(exists[:, None, :], distance.shape)
+        if causal:
+            seen &= distance >= 0
+        if window is not None:
+            seen &= jnp.abs(distance) < window
+        seen = jnp.repeat(seen, group, axis=1)[:, None]
+        return jnp.where(seen, scores, _MASKED)
+
+    def heads_first(x):
+        return x.transpose(0, 2, 1, 3)
+
+    fresh = offsets < q_len[:, None]
+    scores = masked_scores(heads_first(k_block), positions, fresh)
+    top = scores.max(-1)
+    weights = jnp.exp(scores - top[..., None])
+    total = weights.sum(-1)
+    mixed = jnp.einsum("rkqs,rksd->rkqd", weights, heads_first(jnp.where(fresh[..., None, None], v_block, 0)).astype(jnp.float32))
+
+    flat_k = k_pages.reshape(num_layers * num_pages, page_size, kv_heads, head_dim)
+    flat_v = v_pages.reshape(num_layers * num_pages, page_size, kv_heads, head_dim)
+    table = block_table[slots]
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % chunk_pages)), constant_values=-1)
+
+    def step(index, carry):
+        top, total, mixed = carry
+        pages = jax.lax.dynamic_slice_in_dim(table, index * chunk_pages, chunk_pages, axis=1)
+        pages = layer * num_pages + jnp.clip(pages, 0, num_pages - 1)
+        key_positions = jnp.broadcast_to(index * chunk + jnp.arange(chunk), (rows, chunk))
+        exists = key_positions < context[:, None]
+        keep = exists[:, None, :, None]
+        keys = heads_first(flat_k[pages].reshape(rows, chunk, kv_heads, head_dim))
+        values = heads_first(flat_v[pages].reshape(rows, chunk, kv_heads, head_dim))
+        scores = masked_scores(jnp.where(keep, keys, 0), key_positions, exists)
+        new_top = jnp.maximum(top, scores.max(-1))
+        shrink = jnp.exp(top - new_top)
+        weights = jnp.exp(scores - new_top[..., None])
+        total = total * shrink + weights.sum(-1)
+        values = jnp.where(keep, values, 0).astype(jnp.float32)
+        mixed = mixed * shrink[..., None] + jnp.einsum("rkqs,rksd->rkqd", weights, values)
+        return new_top, total, mixed
+
+    last = -(-jnp.max(context) // chunk)
+    if window is None:
+        first = jnp.zeros_like(last)
+    else:
+        reach = jnp.where(live & (context > 0), context - window + 1, jnp.iinfo(jnp.int32).max)
+        first = jnp.minimum(jnp.maximum(jnp.min(reach), 0) // chunk, last)
+    _, total, mixed = jax.lax.fori_loop(first, last, step, (top, total, mixed))
+
+    out = (mixed / total[..., None]).reshape(rows, kv_heads, queries, group, head_dim)
+    out = out.transpose(0, 2, 1, 3, 4).reshape(rows, queries, heads, head_dim)
+    return jnp.where((live[:, None] & fresh)[..., None, None], out, 0).astype(q.dtype)

@@ -1,0 +1,61 @@
+"""Cached keys and values as the models see them: pages, and the way from a row to its own."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+
+@struct.dataclass
+class KeyValues:
+    """Keys and values of some tokens, all layers of one model."""
+
+    k: Float[Array, "layers *tokens kv_heads head_dim"]
+    v: Float[Array, "layers *tokens kv_heads head_dim"]
+
+
+@struct.dataclass
+class Context:
+    """What the rows of a step may attend to.
+
+    Attributes:
+      pages: the model's page pool, [layers, pages, page_size, kv_heads, head_dim].
+      block_table: physical page of each slot's logical page, -1 where there is none.
+      idx_mapping: row to slot, -1 for an empty row.
+      lengths: cached tokens per slot.
+    """
+
+    pages: KeyValues
+    block_table: Int[Array, "slots slot_pages"]
+    idx_mapping: Int[Array, " rows"]
+    lengths: Int[Array, " slots"]
+
+    def row_lengths(self) -> Int[Array, " rows"]:
+        """Cached tokens per row; 0 for an empty row."""
+        slots = jnp.maximum(self.idx_mapping, 0)
+        return jnp.where(self.idx_mapping >= 0, self.lengths[slots], 0)
+
+    def write(
+        self, entries: KeyValues, count: Int[Array, " rows"]
+    ) -> KeyValues:
+        """The pool with the first `count` tokens of each row appended at the end of its context.
+
+        Tokens past `count`, empty rows, and tokens whose page does not exist are dropped: nothing is
+        ever written to a page that is not the row's own.
+        """
+        num_pages, page_size = self.pages.k.shape[1:3]
+        offsets = jnp.arange(entries.k.shape[2])
+        positions = self.row_lengths()[:, None] + offsets
+        logical = positions // page_size
+        rows = self.block_table[jnp.maximum(self.idx_mapping, 0)]
+        physical = jnp.take_along_axis(rows, jnp.minimum(logical, rows.shape[1] - 1), axis=1)
+        keep = (offsets < count[:, None]) & (self.idx_mapping >= 0)[:, None]
+        keep &= (physical >= 0) & (logical < rows.shape[1])
+        # One past the end: a scatter in "drop" mode leaves such tokens out.
+        physical = jnp.where(keep, physical, num_pages)
+        offset = positions % page_size
+        return KeyValues(
+            k=self.pages.k.at[:, physical, offset].set(entries.k.astype(self.pages.k.dtype), mode="drop"),
+            v=self.pages.v.at[:, physical, offset].set(entries.v.astype(self.pages.v.dtype), mode="drop"),
+        )

@@ -1,0 +1,216 @@
+"""What a model is: frozen, hashable descriptions of targets and drafts.
+
+A config says everything about a model but its weights. It is a static argument of every jitted
+function, so it holds only Python scalars and tuples. Reading one from a checkpoint is the business
+of `dflash_jax.checkpoints`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from dflash_jax.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    Attributes:
+      theta: base of the geometric series of wavelengths.
+      kind: which rescaling of the wavelengths applies.
+      factor: how far the context is stretched ("linear", "llama3", "yarn").
+      original_max_position: context length before stretching ("llama3", "yarn").
+      low_freq_factor, high_freq_factor: the band that "llama3" interpolates over.
+      beta_fast, beta_slow: the band that "yarn" interpolates over, in rotations.
+      attention_factor: what "yarn" multiplies cos and sin by.
+    """
+
+    theta: float = 10_000.0
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """A mixture-of-experts MLP: softmax router, top-k experts, SwiGLU each."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize_top_k: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """What may differ from layer to layer.
+
+    Attributes:
+      window: attention reaches positions with |query - key| < window; None reaches all.
+      causal: whether a query sees only keys at or before it.
+      moe: the mixture of experts in place of the dense MLP, if any.
+    """
+
+    window: int | None = None
+    causal: bool = True
+    moe: MoeConfig | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """The sizes that targets and drafts share."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    layers: tuple[LayerConfig, ...]
+    qk_norm: bool
+    attention_bias: bool
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_key_value_heads {self.num_kv_heads} does not divide "
+                f"num_attention_heads {self.num_heads}; every KV head serves a whole group of heads"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even one")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetConfig(TransformerConfig):
+    """The model whose output is wanted.
+
+    Attributes:
+      family: where the architecture comes from; for reports, never for branching in the forward.
+      output_bias: whether the attention's output projection has a bias too (Llama's
+        `attention_bias`; Qwen3's covers it as well).
+      mlp_bias: whether the dense MLP's projections have biases.
+      tied_embeddings: the LM head is the transposed embedding.
+      max_position: longest context the checkpoint says it was made for.
+      eos_token_ids: tokens that end a generation unless a request ignores them.
+      bos_token_id: token that begins a text, if the model has one.
+    """
+
+    family: Literal["qwen3", "llama", "qwen3_moe"] = "qwen3"
+    mlp_bias: bool = False
+    tied_embeddings: bool = False
+    max_position: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvConfig:
+    """DFlash 2's grouped dynamic convolution: taps back in the block, channels per group."""
+
+    taps: int
+    group_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectorConfig:
+    """DFlash 2's candidate selector: rank of the edge scores, candidates per position."""
+
+    rank: int
+    top_k: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftConfig(TransformerConfig):
+    """A DFlash (conv and selector None) or DFlash 2 drafter.
+
+    Attributes:
+      block_size: tokens in the block it was trained on, the anchor included.
+      mask_token_id: the token at the positions to be drafted.
+      target_layer_ids: 0-based target layers whose outputs are the context features, in order.
+      num_target_layers: depth of the target it was trained for, 0 if the checkpoint does not say.
+      input_embedding_scale: multiplies the target's embedding of the block.
+      output_multiplier: multiplies the logits, before the softcap.
+      final_logit_softcap: c of c * tanh(logits / c); None for no cap.
+      conv: DFlash 2's convolution, if the model has it.
+      selector: DFlash 2's candidate selector, if the model has it.
+    """
+
+    block_size: int = 16
+    mask_token_id: int = 0
+    target_layer_ids: tuple[int, ...] = ()
+    num_target_layers: int = 0
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcap: float | None = None
+    conv: ConvConfig | None = None
+    selector: SelectorConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size < 2:
+            raise ConfigError(f"block_size {self.block_size} leaves nothing to draft; it must be 2 or more")
+        if not self.target_layer_ids:
+            raise ConfigError("target_layer_ids is empty; a draft is conditioned on at least one target layer")
+        if self.conv is not None and self.hidden_size % self.conv.group_size:
+            raise ConfigError(
+                f"conv_group_size {self.conv.group_size} does not divide hidden_size {self.hidden_size}"
+            )
+        if self.selector is not None and not 0 < self.selector.top_k <= self.vocab_size:
+            raise ConfigError(
+                f"selector_top_k {self.selector.top_k} is outside 1..{self.vocab_size}, the vocabulary size"
+            )
+
+    @property
+    def version(self) -> int:
+        """1 for DFlash, 2 for DFlash 2."""
+        return 1 if self.selector is None else 2
+
+
+def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The layers a drafter listens to when its config names none (`build_target_layer_ids`, dflash 0.1.0)."""
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
+    """Raises ConfigError unless the draft can listen to and speak for the target."""
+    if draft.hidden_size != target.hidden_size:
+        raise ConfigError(
+            f"the draft's hidden_size {draft.hidden_size} is not the target's {target.hidden_size}; "
+            "a draft reads the target's hidden states and uses its embedding, so they must be equal"
+        )
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft's vocab_size {draft.vocab_size} is not the target's {target.vocab_size}; "
+            "a draft uses the target's LM head, so they must be equal"
+        )
+    if not 0 <= draft.mask_token_id < target.vocab_size:
+        raise ConfigError(
+            f"the draft's mask_token_id {draft.mask_token_id} is outside the target's vocabulary "
+            f"of {target.vocab_size} tokens"
+        )
+    if max(draft.target_layer_ids) >= target.num_layers or min(draft.target_layer_ids) < 0:
+        raise ConfigError(
+            f"the draft's target_layer_ids {list(draft.target_layer_ids)} name layers the target does not "
+            f"have; its layers are 0..{target.num_layers - 1}"
+        )
+    if draft.num_target_layers not in (0, target.num_layers):
+        raise ConfigError(
+            f"the draft was made for a target of {draft.num_target_layers} layers "
+            f"(num_target_layers), but this target has {target.num_layers}"
+        )

@@ -1,0 +1,106 @@
+"""The target's one forward: Q new tokens of each row against that row's cached context.
+
+Prefill is Q = chunk, plain decoding Q = 1, verification Q = 1 + k. Pages are only read here; the
+new tokens' keys and values come back to the caller, who writes the ones that are committed.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.kernels.block_attention import Implementation, block_attention
+from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.models.config import TargetConfig
+from dflash_jax.models.layers import linear, mlp, moe, project_kv, project_q, rms_norm
+from dflash_jax.models.weights import MoeWeights, TargetParams
+
+
+@struct.dataclass
+class Extension:
+    """What running new tokens through the target yields.
+
+    Attributes:
+      hidden: final hidden states, normalised, ready for the LM head.
+      features: outputs of the layers a draft listens to, concatenated in the order asked for.
+      entries: the new tokens' keys and values, for the pages.
+    """
+
+    hidden: Float[Array, "rows tokens hidden"]
+    features: Float[Array, "rows tokens features"]
+    entries: KeyValues
+
+
+def extend(
+    params: TargetParams,
+    config: TargetConfig,
+    context: Context,
+    tokens: Int[Array, "rows tokens"],
+    q_len: Int[Array, " rows"],
+    *,
+    feature_layers: tuple[int, ...] = (),
+    implementation: Implementation | None = None,
+) -> Extension:
+    """Runs each row's new tokens against its cached context.
+
+    Args:
+      params, config: the target.
+      context: pages, block table, mapping and lengths; row r's first token stands at its context's end.
+      tokens: token ids; anything at positions past q_len.
+      q_len: new tokens per row, 0..tokens.
+      feature_layers: 0-based layers whose outputs to return; `target_layer_ids` of the draft.
+      implementation: see `block_attention`.
+    """
+    positions = context.row_lengths()[:, None] + jnp.arange(tokens.shape[1])
+    with jax.named_scope("embedding"):
+        x = params.embedding[tokens]
+    keys, values, features = [], [], {}
+    for index, (weights, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
+        with jax.named_scope("attention"):
+            normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
+            q = project_q(normed, positions, weights.attention, config)
+            k, v = project_kv(normed, positions, weights.attention, config)
+            mixed = block_attention(
+                q,
+                k,
+                v,
+                context.pages.k,
+                context.pages.v,
+                context.block_table,
+                context.idx_mapping,
+                context.lengths,
+                q_len,
+                layer=index,
+                causal=layer.causal,
+                window=layer.window,
+                scale=config.head_dim**-0.5,
+                implementation=implementation,
+            )
+            x = x + linear(mixed.reshape(*mixed.shape[:2], -1), weights.attention.o_proj)
+        with jax.named_scope("mlp"):
+            normed = rms_norm(x, weights.post_attention_norm, config.rms_norm_eps)
+            if isinstance(weights.mlp, MoeWeights):
+                assert layer.moe is not None
+                x = x + moe(normed, weights.mlp, layer.moe)
+            else:
+                x = x + mlp(normed, weights.mlp)
+        keys.append(k)
+        values.append(v)
+        if index in feature_layers:
+            features[index] = x
+    chosen = [features[index] for index in feature_layers]
+    return Extension(
+        hidden=rms_norm(x, params.norm, config.rms_norm_eps),
+        features=jnp.concatenate(chosen, axis=-1) if chosen else jnp.zeros((*tokens.shape, 0), x.dtype),
+        entries=KeyValues(k=jnp.stack(keys), v=jnp.stack(values)),
+    )
+
+
+def lm_head(params: TargetParams, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+    """Logits in float32."""
+    with jax.named_scope("lm_head"):
+        if params.lm_head is None:
+            return jnp.einsum("...h,vh->...v", hidden, params.embedding, preferred_element_type=jnp.float32)
+        return jnp.einsum("...h,hv->...v", hidden, params.lm_head, preferred_element_type=jnp.float32)
