@@ -1,0 +1,21 @@
+"""State, row operations, pages, the jitted steps, the scheduler, the Engine."""
+
+from dflash_jax.engine.config import EngineConfig, EngineSetup
+from dflash_jax.engine.engine import Engine, Prompt
+from dflash_jax.engine.invariants import Violation
+from dflash_jax.engine.request import Completion, Metrics, SamplingParams, Update
+from dflash_jax.engine.state import EngineState, Models
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineSetup",
+    "EngineState",
+    "Metrics",
+    "Models",
+    "Prompt",
+    "SamplingParams",
+    "Update",
+    "Violation",
+]

@@ -36,9 +36,7 @@ class Context:
         slots = jnp.maximum(self.idx_mapping, 0)
         return jnp.where(self.idx_mapping >= 0, self.lengths[slots], 0)
 
-    def write(
-        self, entries: KeyValues, count: Int[Array, " rows"]
-    ) -> KeyValues:
+    def write(self, entries: KeyValues, count: Int[Array, " rows"]) -> KeyValues:
         """The pool with the first `count` tokens of each row appended at the end of its context.
 
         Tokens past `count`, empty rows, and tokens whose page does not exist are dropped: nothing is

@@ -165,9 +165,7 @@ class DraftConfig(TransformerConfig):
         if not self.target_layer_ids:
             raise ConfigError("target_layer_ids is empty; a draft is conditioned on at least one target layer")
         if self.conv is not None and self.hidden_size % self.conv.group_size:
-            raise ConfigError(
-                f"conv_group_size {self.conv.group_size} does not divide hidden_size {self.hidden_size}"
-            )
+            raise ConfigError(f"conv_group_size {self.conv.group_size} does not divide hidden_size {self.hidden_size}")
         if self.selector is not None and not 0 < self.selector.top_k <= self.vocab_size:
             raise ConfigError(
                 f"selector_top_k {self.selector.top_k} is outside 1..{self.vocab_size}, the vocabulary size"

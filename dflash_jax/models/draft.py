@@ -163,9 +163,7 @@ def propose(
       temperature, noise: see `walk`; DFlash 1 proposes the argmax whatever they are.
       implementation: see `block_attention`.
     """
-    hidden = run_block(
-        params, config, target.embedding, context, anchor, drafts, implementation=implementation
-    )[:, 1:]
+    hidden = run_block(params, config, target.embedding, context, anchor, drafts, implementation=implementation)[:, 1:]
     logits = draft_logits(hidden, config, target)
     if params.selector is None or config.selector is None:
         return propose_argmax(logits)

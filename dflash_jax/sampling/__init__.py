@@ -1,0 +1,7 @@
+"""Target distributions, acceptance and residual; knows nothing of the engine."""
+
+from dflash_jax.sampling.distribution import Sampler, sample, target_probs
+from dflash_jax.sampling.keys import Purpose, gumbel, uniform
+from dflash_jax.sampling.verify import Verdict, verify
+
+__all__ = ["Purpose", "Sampler", "Verdict", "gumbel", "sample", "target_probs", "uniform", "verify"]

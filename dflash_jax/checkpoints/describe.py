@@ -1,0 +1,99 @@
+"""What a checkpoint is, without loading its weights."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+from dflash_jax.checkpoints import aliases, orbax_io, safetensors_io
+from dflash_jax.checkpoints.gguf_config import ARCHITECTURES
+from dflash_jax.checkpoints.gguf_io import gguf_target_config, gguf_target_tensors, open_gguf
+from dflash_jax.checkpoints.hf_config import DRAFTS, architecture, read_fields
+from dflash_jax.checkpoints.load import read_draft_config, read_target_config
+from dflash_jax.checkpoints.sources import resolve
+from dflash_jax.checkpoints.table import table
+from dflash_jax.checkpoints.tensors import check_tensors
+from dflash_jax.models.config import DraftConfig, TargetConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """A checkpoint's outside.
+
+    Attributes:
+      source: its local path.
+      format: how it is stored.
+      architecture: as its config names it.
+      role: what it is for.
+      parameters: number of them.
+      bytes_on_disk: size of the file, or of the files in the directory.
+      dtypes: number of tensors of each dtype or quantisation.
+      config: everything its config says.
+    """
+
+    source: Path
+    format: Literal["safetensors", "orbax", "gguf"]
+    architecture: str
+    role: Literal["target", "draft"]
+    parameters: int
+    bytes_on_disk: int
+    dtypes: dict[str, int]
+    config: TargetConfig | DraftConfig
+
+
+def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
+    """Describes a checkpoint, having checked that its tensors are those of its config.
+
+    Args:
+      path: anything `load_target` or `load_draft` takes.
+      mask_token_id: as of `load_draft`.
+
+    Raises:
+      CheckpointError, ConfigError: as loading it would.
+    """
+    source = resolve(path)
+    if source.suffix == ".gguf":
+        return _describe_gguf(source)
+    name = architecture(read_fields(source / "config.json"), str(source / "config.json"))
+    draft = name in DRAFTS
+    config = read_draft_config(source, mask_token_id) if draft else read_target_config(source)
+    if orbax_io.is_checkpoint(source):
+        dtypes = _count(orbax_io.stored_dtypes(source))
+    else:
+        stored = safetensors_io.open_directory(source)
+        named = aliases.draft_tensors(stored) if draft else aliases.target_tensors(stored)
+        check_tensors(config, table(config), named, source)
+        dtypes = _count(tensor.dtype for tensor in stored.values())
+    return Description(
+        source=source,
+        format="orbax" if orbax_io.is_checkpoint(source) else "safetensors",
+        architecture=name,
+        role="draft" if draft else "target",
+        parameters=sum(leaf.size for leaf in table(config)),
+        bytes_on_disk=sum(file.stat().st_size for file in source.rglob("*") if file.is_file()),
+        dtypes=dtypes,
+        config=config,
+    )
+
+
+def _describe_gguf(source: Path) -> Description:
+    metadata, stored = open_gguf(source)
+    config = gguf_target_config(metadata, stored, source)
+    check_tensors(config, table(config), gguf_target_tensors(stored, config), source)
+    return Description(
+        source=source,
+        format="gguf",
+        architecture=ARCHITECTURES[metadata["general.architecture"]],
+        role="target",
+        parameters=sum(leaf.size for leaf in table(config)),
+        bytes_on_disk=source.stat().st_size,
+        dtypes=_count(tensor.dtype for tensor in stored.values()),
+        config=config,
+    )
+
+
+def _count(dtypes: Iterable[str]) -> dict[str, int]:
+    return dict(collections.Counter(dtypes).most_common())

@@ -1,0 +1,143 @@
+"""Stored tensors and params: reading the ones into the others, and back.
+
+A checkpoint of any format is presented as stored tensors under Hugging Face names, read one by one;
+this module knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from dflash_jax.checkpoints.table import Config, Leaf, Params, build_params, param_at, table
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.models.config import TargetConfig
+
+Dtype = Literal["float32", "bfloat16"]
+
+_NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+# Older checkpoints store what the config determines.
+_HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a checkpoint.
+
+    Attributes:
+      name: its name in the file.
+      file: the file it is in.
+      shape: its shape.
+      dtype: its dtype or quantisation, as the format spells it.
+      load: reads the part that the slices select, all of it if there are none.
+    """
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    load: Callable[[tuple[slice, ...]], np.ndarray]
+
+    def read(self, *slices: slice) -> np.ndarray:
+        """The tensor, or the part that slices of its leading axes select."""
+        return self.load(slices)
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The numpy dtype of weights. Raises ConfigError for any but float32 and bfloat16."""
+    if dtype not in _NUMPY_DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one weights can have; it must be 'float32' or 'bfloat16'")
+    return _NUMPY_DTYPES[dtype]
+
+
+def assemble(config: Config, tensors: Mapping[str, StoredTensor], source: Path, dtype: str) -> Params:
+    """Params of a model from its stored tensors.
+
+    Args:
+      config: what the model is.
+      tensors: stored tensors by Hugging Face name.
+      source: the checkpoint, for messages.
+      dtype: "float32" or "bfloat16"; every weight is cast to it.
+
+    Raises:
+      CheckpointError: a tensor is missing, unexpected or misshapen.
+    """
+    leaves = table(config)
+    cast = numpy_dtype(dtype)
+    check_tensors(config, leaves, tensors, source)
+    return build_params(config, {leaf.path: jnp.asarray(_read(leaf, tensors, cast)) for leaf in leaves})
+
+
+def check_tensors(config: Config, leaves: Iterable[Leaf], tensors: Mapping[str, StoredTensor], source: Path) -> None:
+    """Raises CheckpointError unless the tensors are exactly those of the table, with its shapes."""
+    expected = {name: leaf for leaf in leaves for name in leaf.names}
+    for name, leaf in expected.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"tensor {name!r} of shape {list(leaf.shape)} is missing from {source}, though its config asks for it"
+            )
+        found = tensors[name]
+        if found.shape != leaf.shape:
+            raise CheckpointError(
+                f"tensor {found.name!r} in {found.file} has shape {list(found.shape)}, "
+                f"but the model's config makes it {list(leaf.shape)}"
+            )
+    for name, found in tensors.items():
+        if name not in expected and not _is_harmless(config, name):
+            raise CheckpointError(
+                f"tensor {found.name!r} of shape {list(found.shape)} in {found.file} is no part of the model "
+                f"its config describes; the config or the file must be another model's"
+            )
+
+
+def _is_harmless(config: Config, name: str) -> bool:
+    tied = isinstance(config, TargetConfig) and config.tied_embeddings
+    return bool(_HARMLESS.fullmatch(name)) or (tied and name == "lm_head.weight")
+
+
+def _read(leaf: Leaf, tensors: Mapping[str, StoredTensor], dtype: np.dtype) -> np.ndarray:
+    if not leaf.experts:
+        return _oriented(tensors[leaf.name].read(), leaf).astype(dtype)
+    stacked = np.empty(leaf.param_shape, dtype)
+    for expert, name in enumerate(leaf.names):
+        stacked[expert] = _oriented(tensors[name].read(), leaf)
+    return stacked
+
+
+def _oriented(array: np.ndarray, leaf: Leaf) -> np.ndarray:
+    return array.T if leaf.transposed else array
+
+
+def disassemble(config: Config, params: Params, dtype: str) -> Iterator[tuple[str, Callable[[], np.ndarray], int]]:
+    """A model's tensors as checkpoints have them.
+
+    Yields:
+      For each tensor its Hugging Face name, a function that makes it in the given dtype, and its
+      size in bytes, so that a writer need not hold them all.
+
+    Raises:
+      CheckpointError: an array of the params has not the shape the config gives it.
+    """
+    cast = numpy_dtype(dtype)
+    for leaf in table(config):
+        array = param_at(params, leaf.path)
+        if array is None or array.shape != leaf.param_shape:
+            found = "missing" if array is None else f"of shape {list(array.shape)}"
+            raise CheckpointError(
+                f"the params' {leaf.path} is {found}, but the config makes it {list(leaf.param_shape)}"
+            )
+        size = leaf.size * cast.itemsize // len(leaf.names)
+        for expert, name in enumerate(leaf.names):
+
+            def make(leaf=leaf, array=array, expert=expert) -> np.ndarray:
+                one = np.asarray(array[expert] if leaf.experts else array)
+                return np.ascontiguousarray(_oriented(one, leaf).astype(cast))
+
+            yield name, make, size

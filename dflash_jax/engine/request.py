@@ -1,0 +1,262 @@
+"""Requests as the host knows them: what was asked, how far it is, what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dflash_jax.engine.state import MAX_STOP_TOKENS
+from dflash_jax.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How a request samples and when it ends.
+
+    Attributes:
+      temperature: 0 is greedy.
+      max_tokens: tokens to produce at most.
+      top_p: keep the smallest set of most likely tokens with this much probability; 1 keeps all.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
+      seed: of the random draws; two requests with equal prompt and seed sample the same tokens.
+      stop: strings that end the text; they are not part of it.
+      stop_token_ids: further token ids that end it, beside the model's own.
+      ignore_eos: go on past the model's end-of-sequence tokens.
+      speculation: draft for this request; False decodes it plainly.
+
+    Raises:
+      RequestError: a value is outside its range.
+    """
+
+    temperature: float = 0.0
+    max_tokens: int = 64
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    speculation: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._require("temperature", _is_real(self.temperature) and self.temperature >= 0, "0 or more")
+        self._require("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of 1 or more")
+        self._require("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")
+        self._require("top_k", _is_int(self.top_k) and 0 <= self.top_k < 2**31, "0 (all) or a positive integer")
+        self._require("min_p", _is_real(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1")
+        self._require("seed", _is_int(self.seed) and 0 <= self.seed < 2**32, "an integer of 0 to 2**32 - 1")
+        self._require("stop", all(isinstance(s, str) and s for s in self.stop), "a list of strings, none of them empty")
+        self._require(
+            "stop_token_ids", all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids), "a list of token ids"
+        )
+        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
+        self._require("speculation", isinstance(self.speculation, bool), "true or false")
+
+    def _require(self, name: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            raise RequestError(f"sampling.{name} is {getattr(self, name)!r}; it must be {wanted}")
+
+    def override(self, values: Mapping[str, Any]) -> SamplingParams:
+        """These parameters with some replaced.
+
+        Raises:
+          RequestError: a name is unknown (the message gives the nearest known one) or a value is bad.
+        """
+        if not isinstance(values, Mapping):
+            raise RequestError(f"sampling is {values!r}; it must be a mapping such as {{temperature: 0.7}}")
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in values:
+            if name not in known:
+                nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+                raise RequestError(f"unknown sampling key {name!r}; the nearest known one is {nearest!r}")
+        try:
+            return dataclasses.replace(self, **values)
+        except TypeError as error:
+            raise RequestError(f"sampling has a value of the wrong type: {error}") from None
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What was asked.
+
+    Attributes:
+      id: unique among the requests in flight.
+      prompt: token ids.
+      sampling: how to answer.
+      stop_tokens: all token ids that end it, the model's own included.
+      limit: tokens it may produce: `max_tokens`, or what the model length leaves.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    stop_tokens: tuple[int, ...]
+    limit: int
+
+    def __post_init__(self) -> None:
+        if len(self.stop_tokens) > MAX_STOP_TOKENS:
+            raise RequestError(
+                f"request {self.id!r} has {len(self.stop_tokens)} stop token ids; at most {MAX_STOP_TOKENS} are supported"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens that are ever in the pages for it: all but the last one produced."""
+        return len(self.prompt) + self.limit - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """How far a request is.
+
+    Attributes:
+      request: what was asked.
+      arrived: when, in seconds on the engine's clock.
+      slot: where it lives on the device, None while it waits.
+      pages: its physical pages in order of position.
+      computed: tokens in its pages.
+      emitted: tokens produced.
+      shared: how many of `pages` are known to the prefix cache.
+      produced_per_round, drafted_blocks: one entry for each round it took part in.
+      fallback: why it no longer drafts although the engine does, if so.
+      preemptions: how often it had to give its pages back.
+      cached_tokens: prompt tokens it did not have to run, over all its admissions.
+      first_token, last_token: when those were seen, on the engine's clock.
+    """
+
+    request: Request
+    arrived: float
+    slot: int | None = None
+    pages: tuple[int, ...] = ()
+    computed: int = 0
+    emitted: tuple[int, ...] = ()
+    shared: int = 0
+    produced_per_round: tuple[int, ...] = ()
+    drafted_blocks: tuple[tuple[int, ...], ...] = ()
+    fallback: str | None = None
+    preemptions: int = 0
+    cached_tokens: int = 0
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def to_run(self) -> tuple[int, ...]:
+        """Tokens that must be in the pages before it decodes: the prompt, and on resumption what it produced."""
+        return self.request.prompt + self.emitted[:-1]
+
+    @property
+    def decoding(self) -> bool:
+        """Its prompt is done."""
+        return self.slot is not None and bool(self.emitted) and self.computed >= len(self.to_run)
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """What speculation did for a request, in vLLM's conventions.
+
+    Attributes:
+      drafts_proposed: drafted tokens.
+      drafts_accepted: those that became output; the target's own token after them does not count.
+      drafted_request_steps: rounds that carried a draft.
+      accept_rate: accepted / proposed; None when nothing was drafted.
+      mean_acceptance_length: 1 + accepted / steps; None when nothing was drafted.
+      ttft_s: seconds from arrival to the first token.
+      tpot_s: seconds per token after the first; None for a single token.
+      preemptions: how often it gave its pages back and was resumed.
+      cached_tokens: prompt tokens taken from the prefix cache.
+    """
+
+    drafts_proposed: int
+    drafts_accepted: int
+    drafted_request_steps: int
+    accept_rate: float | None
+    mean_acceptance_length: float | None
+    ttft_s: float | None
+    tpot_s: float | None
+    preemptions: int
+    cached_tokens: int
+
+
+def metrics_of(progress: Progress) -> Metrics:
+    """The metrics of a request so far."""
+    drafted = [
+        (produced - 1, len(block))
+        for produced, block in zip(progress.produced_per_round, progress.drafted_blocks, strict=True)
+        if block
+    ]
+    steps, accepted, proposed = len(drafted), sum(a for a, _ in drafted), sum(p for _, p in drafted)
+    first, last, count = progress.first_token, progress.last_token, len(progress.emitted)
+    return Metrics(
+        drafts_proposed=proposed,
+        drafts_accepted=accepted,
+        drafted_request_steps=steps,
+        accept_rate=accepted / proposed if proposed else None,
+        mean_acceptance_length=1 + accepted / steps if steps else None,
+        ttft_s=None if first is None else first - progress.arrived,
+        tpot_s=(last - first) / (count - 1) if first is not None and last is not None and count > 1 else None,
+        preemptions=progress.preemptions,
+        cached_tokens=progress.cached_tokens,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A finished request.
+
+    Attributes:
+      id: the request's.
+      prompt_tokens: length of its prompt.
+      token_ids: what it produced, the stop token included if one ended it.
+      text: decoded, without special tokens and without the stop string; None without a tokenizer.
+      finish_reason: "stop" (stop token or string), "length", "abort" or "error".
+      error: what went wrong, for "error".
+      fallback: why it stopped speculating, if it did.
+      metrics: see `Metrics`.
+      produced_per_round: tokens of each round, the prefill's first token not counted.
+      drafted_blocks: what was drafted in each of those rounds.
+    """
+
+    id: str
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    text: str | None
+    finish_reason: FinishReason
+    error: str | None
+    fallback: str | None
+    metrics: Metrics
+    produced_per_round: tuple[int, ...]
+    drafted_blocks: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """What one step brought one request.
+
+    Attributes:
+      id: the request's.
+      token_ids: new tokens.
+      text: new text that is final; "" while a character is incomplete, None without a tokenizer.
+      completion: set when the request finished in this step.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    text: str | None
+    completion: Completion | None = None

@@ -1,0 +1,156 @@
+"""The engine's whole device state: one immutable pytree.
+
+Everything that outlives a step is filed under a request's slot. A row is only where a request sits in
+this step's dense batch, and `rows.idx_mapping` is the one leaf with a row axis: moving requests
+between rows cannot touch, lose or exchange anybody's context.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig
+from dflash_jax.models.weights import DraftParams, TargetParams
+from dflash_jax.sampling import Sampler
+
+MAX_STOP_TOKENS = 8
+"""Stop token ids a request can have."""
+
+
+@struct.dataclass
+class Models:
+    """The weights a step runs, with their configs as static structure. `draft` None decodes plainly."""
+
+    target: TargetParams
+    target_config: TargetConfig = struct.field(pytree_node=False)
+    draft: DraftParams | None = None
+    draft_config: DraftConfig | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Target layers whose outputs the draft is conditioned on."""
+        return () if self.draft_config is None else self.draft_config.target_layer_ids
+
+
+@struct.dataclass
+class Rows:
+    """This step's dense batch: which slot each row holds, -1 for an empty row."""
+
+    idx_mapping: Int[Array, " rows"]
+
+
+@struct.dataclass
+class Slots:
+    """Requests, one entry each for their whole life.
+
+    Attributes:
+      position: tokens in the target's pages. Once decoding it is also the absolute position of the
+        anchor, which is committed but has not been run.
+      anchor: last committed token.
+      draft_len: tokens in the draft's pages; equal to position whenever the slot drafts.
+      block_table: physical page of each logical page, for target and draft alike; -1 where none.
+      tokens_left: tokens the request may still produce.
+      stop_tokens: token ids that finish it, padded with -1.
+      sampler: how it samples.
+      decoding: its prompt is done and its anchor is set.
+      speculating: it drafts.
+      draft_limit: context tokens past which it no longer drafts.
+      finished: it has produced its last token.
+      violation: 0, or the `Violation` that stopped it.
+    """
+
+    position: Int[Array, " slots"]
+    anchor: Int[Array, " slots"]
+    draft_len: Int[Array, " slots"]
+    block_table: Int[Array, "slots slot_pages"]
+    tokens_left: Int[Array, " slots"]
+    stop_tokens: Int[Array, "slots stop_tokens"]
+    sampler: Sampler
+    decoding: Bool[Array, " slots"]
+    speculating: Bool[Array, " slots"]
+    draft_limit: Int[Array, " slots"]
+    finished: Bool[Array, " slots"]
+    violation: Int[Array, " slots"]
+
+
+@struct.dataclass
+class EngineState:
+    """Everything on the device.
+
+    Attributes:
+      rows: row -> slot.
+      slots: per-request state.
+      target_pages: keys and values of the target, [layers, pages, page_size, kv_heads, head_dim].
+      draft_pages: of the draft's context; physical page n holds the same tokens as the target's.
+    """
+
+    rows: Rows
+    slots: Slots
+    target_pages: KeyValues
+    draft_pages: KeyValues | None
+
+    def target_context(self, idx_mapping: Int[Array, " rows"]) -> Context:
+        """What the target may attend to, for the given rows."""
+        return Context(self.target_pages, self.slots.block_table, idx_mapping, self.slots.position)
+
+    def draft_context(self, idx_mapping: Int[Array, " rows"]) -> Context:
+        """What the draft may attend to, for the given rows."""
+        assert self.draft_pages is not None
+        return Context(self.draft_pages, self.slots.block_table, idx_mapping, self.slots.draft_len)
+
+
+def init_pages(config: TransformerConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KeyValues:
+    """An empty page pool of one model."""
+    shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+    return KeyValues(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
+
+
+def init_state(
+    models: Models, *, rows: int, slots: int, num_pages: int, page_size: int, max_model_len: int
+) -> EngineState:
+    """A state with no requests in it.
+
+    Args:
+      models: whose pages to make, in the dtype of the target's embedding.
+      rows: length of idx_mapping.
+      slots: requests that can be in flight.
+      num_pages, page_size: the page pool, shared by target and draft.
+      max_model_len: longest prompt and output of a request together, in tokens.
+    """
+
+    # Every leaf gets a buffer of its own: the state is donated, and a buffer can be donated only once.
+    def full(value, dtype, *shape):
+        return jnp.full((slots, *shape), value, dtype)
+
+    dtype = models.target.embedding.dtype
+    draft_pages = None
+    if models.draft_config is not None:
+        draft_pages = init_pages(models.draft_config, num_pages, page_size, dtype)
+    return EngineState(
+        rows=Rows(jnp.full((rows,), -1, jnp.int32)),
+        slots=Slots(
+            position=full(0, jnp.int32),
+            anchor=full(0, jnp.int32),
+            draft_len=full(0, jnp.int32),
+            block_table=full(-1, jnp.int32, -(-max_model_len // page_size)),
+            tokens_left=full(0, jnp.int32),
+            stop_tokens=full(-1, jnp.int32, MAX_STOP_TOKENS),
+            sampler=Sampler(
+                temperature=full(0, jnp.float32),
+                top_k=full(0, jnp.int32),
+                top_p=full(1, jnp.float32),
+                min_p=full(0, jnp.float32),
+                seed=full(0, jnp.uint32),
+            ),
+            decoding=full(False, bool),
+            speculating=full(False, bool),
+            draft_limit=full(0, jnp.int32),
+            finished=full(False, bool),
+            violation=full(0, jnp.int32),
+        ),
+        target_pages=init_pages(models.target_config, num_pages, page_size, dtype),
+        draft_pages=draft_pages,
+    )

@@ -1,0 +1,312 @@
+"""The two transitions of the engine: prefill a chunk, and run rounds.
+
+Both act on the rows of the state they are given: extend the target by some tokens of each row, decide
+the next token, commit. Forward passes only read the pages; what is committed is written by one scatter
+at the end. Rejected tokens are never written anywhere, so nothing drafted can reach a page that
+somebody else shares.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax.engine.invariants import violations
+from dflash_jax.engine.state import EngineState, Models, Slots
+from dflash_jax.kernels.block_attention import Implementation
+from dflash_jax.models.draft import context_entries, propose
+from dflash_jax.models.selector import Proposal
+from dflash_jax.models.target import Extension, extend, lm_head
+from dflash_jax.sampling import Purpose, Sampler, gumbel, verify
+
+
+@struct.dataclass
+class Report:
+    """What a step did, row by row, for the host; the rounds of a step are stacked on a leading axis.
+
+    Attributes:
+      tokens: newly committed tokens, the first `produced` of them real.
+      produced: how many; 0 for rows that did nothing.
+      drafts: the drafted block.
+      drafted: how many tokens were drafted: all of the block, or 0.
+      position: the slot's position after the step.
+      finished: the request has produced its last token.
+      stopped: it did so by a stop token.
+      violation: the `Violation` found before the row acted; it then did nothing.
+    """
+
+    tokens: Int[Array, "*rounds rows block"]
+    produced: Int[Array, "*rounds rows"]
+    drafts: Int[Array, "*rounds rows drafts"]
+    drafted: Int[Array, "*rounds rows"]
+    position: Int[Array, "*rounds rows"]
+    finished: Bool[Array, "*rounds rows"]
+    stopped: Bool[Array, "*rounds rows"]
+    violation: Int[Array, "*rounds rows"]
+
+
+def prefill(
+    models: Models,
+    state: EngineState,
+    tokens: Int[Array, "rows chunk"],
+    count: Int[Array, " rows"],
+    last: Bool[Array, " rows"],
+    known_next: Int[Array, " rows"],
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[EngineState, Report]:
+    """Runs the next chunk of each row's prompt.
+
+    Args:
+      models: target and draft.
+      state: the engine's state, with the prefilling rows as its rows.
+      tokens: the chunks.
+      count: real tokens in each chunk; 0 for a row that does nothing.
+      last: the chunk ends the prompt: its last token's logits decide the anchor, and the slot decodes.
+      known_next: the anchor of a request that resumes, which is committed already; -1 to sample it.
+      implementation: see `block_attention`.
+    """
+    idx_mapping, slots = state.rows.idx_mapping, state.slots
+    slot = jnp.maximum(idx_mapping, 0)
+    live = (idx_mapping >= 0) & (count > 0) & ~slots.decoding[slot] & (slots.violation[slot] == 0)
+    listening = live & slots.speculating[slot]
+    violation = violations(state, jnp.where(live, idx_mapping, -1), listening, count)
+    live &= violation == 0
+    listening &= live
+    count = jnp.where(live, count, 0)
+    sampler = _sampler_of(slots, slot, live)
+
+    extension = _extend(models, state, jnp.where(live, idx_mapping, -1), tokens, count, implementation)
+    final = jnp.take_along_axis(extension.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+    none = _no_proposal(idx_mapping.shape[0])
+    verdict = verify(
+        lm_head(models.target, final),
+        none.tokens,
+        jnp.zeros_like(count),
+        none.candidates,
+        none.probs,
+        sampler,
+        slots.position[slot] + count - 1,
+    )
+    ends = live & last
+    sampled = ends & (known_next < 0)
+    anchor = jnp.where(known_next < 0, verdict.next_token, known_next)
+    produced, stopped = _cut(slots, slot, anchor[:, None], sampled.astype(jnp.int32))
+    finished = sampled & (stopped | (slots.tokens_left[slot] - produced <= 0))
+    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)
+    state = _update(state, jnp.where(ends, idx_mapping, -1), anchor=anchor, decoding=ends, finished=finished)
+    state = _update(state, jnp.where(sampled, idx_mapping, -1), tokens_left=slots.tokens_left[slot] - produced)
+    state = _update(state, jnp.where(violation > 0, idx_mapping, -1), violation=violation)
+    return state, Report(
+        tokens=anchor[:, None],
+        produced=produced,
+        drafts=none.tokens,
+        drafted=jnp.zeros_like(count),
+        position=state.slots.position[slot],
+        finished=finished,
+        stopped=stopped,
+        violation=violation,
+    )
+
+
+def run_round(
+    models: Models, state: EngineState, *, drafts: int, implementation: Implementation | None = None
+) -> tuple[EngineState, Report]:
+    """Propose, verify, accept, commit, for every decoding slot among the rows.
+
+    Args:
+      models: target and draft.
+      state: the engine's state; rows whose slots still prefill do nothing.
+      drafts: k, tokens to draft; 0 decodes plainly. Slots that do not speculate, or whose context has
+        passed their draft_limit, decode plainly in any case.
+      implementation: see `block_attention`.
+    """
+    idx_mapping, slots = state.rows.idx_mapping, state.slots
+    slot = jnp.maximum(idx_mapping, 0)
+    live = (idx_mapping >= 0) & slots.decoding[slot] & ~slots.finished[slot] & (slots.violation[slot] == 0)
+    drafting = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot]) & (drafts > 0)
+    most = jnp.minimum(jnp.where(drafting, 1 + drafts, 1), slots.tokens_left[slot])
+    violation = violations(state, jnp.where(live, idx_mapping, -1), drafting, most)
+    live &= violation == 0
+    drafting &= live
+    drafted = jnp.where(drafting, drafts, 0)
+    sampler = _sampler_of(slots, slot, live)
+    position, anchor = slots.position[slot], slots.anchor[slot]
+
+    with jax.named_scope("propose"):
+        proposal = _propose(models, state, jnp.where(drafting, idx_mapping, -1), sampler, drafts, implementation)
+    with jax.named_scope("verify"):
+        block = jnp.concatenate([anchor[:, None], proposal.tokens], axis=1)
+        q_len = jnp.where(live, 1 + drafted, 0)
+        extension = _extend(models, state, jnp.where(live, idx_mapping, -1), block, q_len, implementation)
+    with jax.named_scope("accept"):
+        verdict = verify(
+            lm_head(models.target, extension.hidden),
+            proposal.tokens,
+            drafted,
+            proposal.candidates,
+            proposal.probs,
+            sampler,
+            position,
+        )
+        offsets = jnp.arange(1 + drafts)
+        accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
+        kept = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+        tokens = jnp.where(offsets < accepted, kept, jnp.where(offsets == accepted, next_token, 0))
+        produced, stopped = _cut(slots, slot, tokens, jnp.where(live, 1 + verdict.accepted, 0))
+    with jax.named_scope("commit"):
+        left = slots.tokens_left[slot] - produced
+        finished = live & (stopped | (left <= 0))
+        state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), drafting, produced)
+        state = _update(
+            state,
+            jnp.where(live, idx_mapping, -1),
+            anchor=jnp.take_along_axis(tokens, jnp.maximum(produced - 1, 0)[:, None], axis=1)[:, 0],
+            tokens_left=left,
+            finished=finished,
+            # A slot that did not draft did not keep up its context either: it must not draft again.
+            speculating=drafting,
+        )
+        state = _update(state, jnp.where(violation > 0, idx_mapping, -1), violation=violation)
+    return state, Report(
+        tokens=tokens,
+        produced=produced,
+        drafts=proposal.tokens,
+        drafted=drafted,
+        position=state.slots.position[slot],
+        finished=finished,
+        stopped=stopped,
+        violation=violation,
+    )
+
+
+def run_rounds(
+    models: Models, state: EngineState, *, drafts: int, rounds: int, implementation: Implementation | None = None
+) -> tuple[EngineState, Report]:
+    """Up to `rounds` rounds without the host, ending early when a request finishes or fails.
+
+    Reports of rounds that were not run have `produced` 0 everywhere.
+    """
+
+    def one(state):
+        return run_round(models, state, drafts=drafts, implementation=implementation)
+
+    _, shapes = jax.eval_shape(one, state)
+    reports = jax.tree.map(lambda leaf: jnp.zeros((rounds, *leaf.shape), leaf.dtype), shapes)
+
+    def unchanged(carry):
+        _, reports, done = carry
+        return (done < rounds) & ~jnp.any(reports.finished | (reports.violation > 0))
+
+    def advance(carry):
+        state, reports, done = carry
+        state, report = one(state)
+        return state, jax.tree.map(lambda all_, leaf: all_.at[done].set(leaf), reports, report), done + 1
+
+    if rounds == 1:
+        state, report = one(state)
+        return state, jax.tree.map(lambda leaf: leaf[None], report)
+    state, reports, _ = jax.lax.while_loop(unchanged, advance, (state, reports, jnp.zeros((), jnp.int32)))
+    return state, reports
+
+
+def _sampler_of(slots: Slots, slot: Int[Array, " rows"], live: Bool[Array, " rows"]) -> Sampler:
+    """Each row's sampler; rows that do nothing are greedy, so that they ask for no work."""
+    sampler = jax.tree.map(lambda leaf: leaf[slot], slots.sampler)
+    return sampler.replace(temperature=jnp.where(live, sampler.temperature, 0))
+
+
+def _no_proposal(rows: int) -> Proposal:
+    nothing = jnp.zeros((rows, 0), jnp.int32)
+    return Proposal(nothing, nothing[..., None], jnp.zeros((rows, 0, 1), jnp.float32))
+
+
+def _propose(models: Models, state: EngineState, idx_mapping, sampler: Sampler, drafts: int, implementation):
+    rows = idx_mapping.shape[0]
+    if drafts == 0:
+        return _no_proposal(rows)
+    assert models.draft is not None and models.draft_config is not None
+    context = state.draft_context(idx_mapping)
+    anchor = state.slots.anchor[jnp.maximum(idx_mapping, 0)]
+    selector = models.draft_config.selector
+    noise = None
+    if selector is not None:
+        positions = context.row_lengths()[:, None] + 1 + jnp.arange(drafts)
+        noise = jax.lax.cond(
+            jnp.any(sampler.temperature > 0),
+            lambda: gumbel(sampler.seed, positions, Purpose.PROPOSE, selector.top_k),
+            lambda: jnp.zeros((rows, drafts, selector.top_k), jnp.float32),
+        )
+    return propose(
+        models.draft,
+        models.draft_config,
+        models.target,
+        context,
+        anchor,
+        drafts,
+        sampler.temperature,
+        noise,
+        implementation=implementation,
+    )
+
+
+def _extend(models: Models, state: EngineState, idx_mapping, tokens, q_len, implementation) -> Extension:
+    return extend(
+        models.target,
+        models.target_config,
+        state.target_context(idx_mapping),
+        tokens,
+        q_len,
+        feature_layers=models.feature_layers,
+        implementation=implementation,
+    )
+
+
+def _cut(
+    slots: Slots, slot: Int[Array, " rows"], tokens: Int[Array, "rows block"], count: Int[Array, " rows"]
+) -> tuple[Int[Array, " rows"], Bool[Array, " rows"]]:
+    """How many of the first `count` tokens are produced before the request ends, and whether a stop token ends it."""
+    count = jnp.minimum(count, slots.tokens_left[slot])
+    stops = jnp.any(tokens[:, :, None] == slots.stop_tokens[slot][:, None, :], axis=-1)
+    stops &= jnp.arange(tokens.shape[1]) < count[:, None]
+    stopped = jnp.any(stops, axis=1)
+    return jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count), stopped
+
+
+def _commit(
+    models: Models,
+    state: EngineState,
+    extension: Extension,
+    idx_mapping: Int[Array, " rows"],
+    listening: Bool[Array, " rows"],
+    count: Int[Array, " rows"],
+) -> EngineState:
+    """Appends the first `count` of each row's tokens to its target context and, where `listening`, its draft context."""
+    slot = jnp.maximum(idx_mapping, 0)
+    position, draft_len = state.slots.position[slot], state.slots.draft_len[slot]
+    target_pages = state.target_context(idx_mapping).write(extension.entries, count)
+    draft_pages = state.draft_pages
+    if models.draft is not None and models.draft_config is not None:
+        positions = position[:, None] + jnp.arange(extension.features.shape[1])
+        entries = context_entries(models.draft, models.draft_config, extension.features, positions)
+        draft_pages = state.draft_context(jnp.where(listening, idx_mapping, -1)).write(entries, count)
+    after = _update(
+        state.replace(target_pages=target_pages, draft_pages=draft_pages),
+        idx_mapping,
+        position=position + count,
+        draft_len=jnp.where(listening, draft_len + count, draft_len),
+    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
+    return after
+
+
+def _update(state: EngineState, idx_mapping: Int[Array, " rows"], **fields: Array) -> EngineState:
+    """Writes per-row values to the slots of the rows; -1 rows are left out."""
+    num_slots = state.slots.position.shape[0]
+    # One past the end: a scatter in "drop" mode leaves such rows out.
+    slot = jnp.where(idx_mapping >= 0, idx_mapping, num_slots)
+    changed = {name: getattr(state.slots, name).at[slot].set(value, mode="drop") for name, value in fields.items()}
+    return state.replace(slots=state.slots.replace(**changed))

@@ -1,0 +1,94 @@
+"""What Pallas' Mosaic GPU compiler and its simulator on the CPU do not say alike, said once.
+
+The simulator of JAX 0.10 knows neither register layouts, nor transposed operands, nor accumulators
+that start from a value. Kernels therefore multiply and lay out through the functions below, which
+trace to tensor core instructions when compiled and to plain operations when simulated. What only
+the compiler sees is covered by lowering every kernel for CUDA in the tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax._src import config
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races, reset_gpu_interpret_mode_state
+from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+from jaxtyping import Array, Float
+
+
+class RaceError(AssertionError):
+    """Two accesses of a simulated kernel to the same memory were not ordered."""
+
+
+@contextlib.contextmanager
+def simulated(detect_races: bool = True) -> Iterator[None]:
+    """Runs the Pallas kernels traced inside on the CPU, by JAX's simulator of a GPU.
+
+    Uninitialised memory reads as NaN and reads out of bounds raise. The mode is part of jit's cache
+    key, so a function compiled inside is not mistaken for one compiled outside.
+
+    Raises:
+      RaceError: on leaving, if a race was seen and `detect_races` asked to look for them.
+    """
+    try:
+        with force_gpu_interpret_mode(InterpretGPUParams(detect_races=detect_races)):
+            yield
+    except BaseException:
+        # A kernel that raised leaves the simulated memory behind, and the next one would trip over it.
+        reset_gpu_interpret_mode_state()
+        raise
+    jax.effects_barrier()
+    if detect_races and get_races().races_found:
+        raise RaceError("a Pallas kernel has a data race; the simulator printed where")
+
+
+def simulating() -> bool:
+    """Whether kernels traced now run in the simulator."""
+    return config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def with_layout(x: Array, layout: plgpu.Layout) -> Array:
+    """x, whose layout in registers the compiler cannot infer: a constant or an iota."""
+    return x if simulating() else plgpu.layout_cast(x, layout)
+
+
+def tile(columns: int, dtype: jnp.dtype) -> tuple:
+    """Transforms of a shared memory matrix that tensor cores read and TMA writes."""
+    bits = jnp.dtype(dtype).itemsize * 8
+    swizzle = plgpu.find_swizzle(columns * bits)
+    return plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle)
+
+
+def scores(pairs: Sequence[tuple], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
+    """Sum of a @ b.T over pairs of shared memory matrices, in float32."""
+    if simulating():
+        return sum(_dot(a[...], b[...], 1) for a, b in pairs)
+
+    def multiply(accumulator):
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, plgpu.transpose_ref(b, (1, 0)))
+        return accumulator[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+
+def accumulate(total: Float[Array, "rows columns"], pairs: Sequence[tuple]) -> Float[Array, "rows columns"]:
+    """total + the sum of a @ b over pairs of a matrix in registers and one in shared memory."""
+    if simulating():
+        return total + sum(_dot(a, b[...], 0) for a, b in pairs)
+
+    def multiply(accumulator):
+        for a, b in pairs:
+            plgpu.wgmma(accumulator, a, b)
+
+    return pl.run_state(multiply)(plgpu.ACC.init(total))
+
+
+def _dot(a: Array, b: Array, contracted: int) -> Array:
+    dimensions = (((1,), (contracted,)), ((), ()))
+    return jax.lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), dimensions)

@@ -1,0 +1,82 @@
+"""Acceptance: which drafted tokens the target keeps, and the token it adds of its own.
+
+Greedy rows keep the longest prefix equal to the target's argmax. Sampled rows use rejection sampling
+with residual (arXiv 2211.17192), so that the output follows the target's distribution exactly.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.sampling.distribution import Sampler, sample, target_probs
+from dflash_jax.sampling.keys import Purpose, uniform
+
+
+@struct.dataclass
+class Verdict:
+    """How many drafted tokens each row keeps, and what the target says next."""
+
+    accepted: Int[Array, " rows"]
+    next_token: Int[Array, " rows"]
+
+
+def verify(
+    logits: Float[Array, "rows block vocab"],
+    drafted: Int[Array, "rows drafts"],
+    draft_count: Int[Array, " rows"],
+    candidates: Int[Array, "rows drafts candidates"],
+    candidate_probs: Float[Array, "rows drafts candidates"],
+    sampler: Sampler,
+    position: Int[Array, " rows"],
+) -> Verdict:
+    """Decides each row's drafted tokens.
+
+    Args:
+      logits: the target's, after the anchor and after each drafted token.
+      drafted: drafted tokens; drafts = block - 1, which is 0 when decoding plainly.
+      draft_count: how many of them are real, per row.
+      candidates, candidate_probs: the proposal distribution q at each drafted position.
+      sampler: per row.
+      position: absolute position of the anchor; drafted token i would stand at position + 1 + i.
+    """
+    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    drafts = drafted.shape[1]
+    real = jnp.arange(drafts) < draft_count[:, None]
+
+    def take(values, index):
+        return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
+
+    def prefix_length(keep):
+        return jnp.cumprod((keep & real).astype(jnp.int32), axis=1).sum(1)
+
+    greedy_accepted = prefix_length(drafted == best[:, :drafts])
+    greedy = Verdict(greedy_accepted, take(best, greedy_accepted))
+
+    def sampled(_):
+        p = target_probs(logits, sampler)
+        tokens_at = position[:, None] + 1 + jnp.arange(drafts)
+        p_drafted = jnp.take_along_axis(p[:, :drafts], drafted[..., None], axis=-1)[..., 0]
+        q_drafted = jnp.where(candidates == drafted[..., None], candidate_probs, 0).sum(-1)
+        draw = uniform(sampler.seed, tokens_at, Purpose.ACCEPT)
+        accepted = prefix_length(draw * q_drafted < p_drafted)
+
+        rows = jnp.arange(p.shape[0])
+        p_next = p[rows, accepted]
+        residual = p_next
+        if drafts:
+            rejected = accepted < draft_count
+            at = jnp.minimum(accepted, drafts - 1)
+            q = jnp.where(rejected[:, None], candidate_probs[rows, at], 0)
+            residual = jnp.maximum(p_next.at[rows[:, None], candidates[rows, at]].add(-q), 0)
+        weights = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p_next)
+        draw = uniform(sampler.seed, (position + 1 + accepted)[:, None], Purpose.TARGET)[:, 0]
+        hot = sampler.temperature > 0
+        return Verdict(
+            jnp.where(hot, accepted, greedy.accepted),
+            jnp.where(hot, sample(weights, draw), greedy.next_token),
+        )
+
+    return jax.lax.cond(jnp.any(sampler.temperature > 0), sampled, lambda _: greedy, None)

@@ -1,0 +1,41 @@
+"""What a training step is given."""
+
+from __future__ import annotations
+
+import jax
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.weights import TargetParams
+from dflash_jax.training.head import head_matrix
+
+
+@struct.dataclass
+class Batch:
+    """Sequences, padded to one length, with the target's features.
+
+    Attributes:
+      tokens: anything past a sequence's end.
+      prompt_lens: tokens at the start that the target did not write.
+      lengths: tokens of each sequence.
+      features: the target's hidden states after the layers the draft listens to, concatenated.
+    """
+
+    tokens: Int[Array, "sequences length"]
+    prompt_lens: Int[Array, " sequences"]
+    lengths: Int[Array, " sequences"]
+    features: Float[Array, "sequences length features"]
+
+
+@struct.dataclass
+class Vocabulary:
+    """The target's ends, which the draft borrows: a row per token in both."""
+
+    embedding: Float[Array, "vocab hidden"]
+    head: Float[Array, "vocab hidden"]
+
+
+def borrow(target: TargetParams, dtype: jax.typing.DTypeLike) -> Vocabulary:
+    """The target's embedding and LM head in the dtype of training."""
+    embedding, head = target.embedding.astype(dtype), head_matrix(target)
+    return Vocabulary(embedding, embedding if head is target.embedding else head.astype(dtype))

@@ -1,0 +1,146 @@
+"""The LM head in training: cross-entropy and candidates over chosen rows, in one pass over the logits.
+
+The head is frozen, so the gradient of the loss with respect to the hidden states is known as soon as the
+logits are. It is computed with them, chunk by chunk, and the logits are never kept.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.config import DraftConfig
+from dflash_jax.models.weights import TargetParams
+
+_CHUNK_LOGITS = 4 * 1024 * 1024
+
+
+@struct.dataclass
+class HeadRows:
+    """The rows of the LM head that a loss runs over.
+
+    Attributes:
+      tokens: the tokens they belong to, distinct.
+      log_weight: how many tokens each stands for, as a logarithm: 0 for itself alone, more for one that
+        was drawn from many.
+    """
+
+    tokens: Int[Array, " rows"]
+    log_weight: Float[Array, " rows"]
+
+
+@struct.dataclass
+class HeadOutput:
+    """What the head says about each position.
+
+    Attributes:
+      nll: negative log-likelihood of the label.
+      candidates: the best tokens among the rows, best first.
+    """
+
+    nll: Float[Array, " positions"]
+    candidates: Int[Array, "positions candidates"]
+
+
+def head_matrix(target: TargetParams) -> Float[Array, "vocab hidden"]:
+    """The target's LM head, a row per token."""
+    return target.embedding if target.lm_head is None else target.lm_head.T
+
+
+def all_rows(vocab_size: int) -> HeadRows:
+    """The whole vocabulary."""
+    return HeadRows(jnp.arange(vocab_size, dtype=jnp.int32), jnp.zeros(vocab_size))
+
+
+def scale_logits(products: Float[Array, "*batch"], config: DraftConfig) -> Float[Array, "*batch"]:
+    """Products of hidden states and head rows, as `draft_logits` scales and caps them."""
+    logits = products * config.output_multiplier
+    cap = config.final_logit_softcap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+def head_loss(
+    config: DraftConfig,
+    top_k: int,
+    hidden: Float[Array, "positions hidden"],
+    matrix: Float[Array, "vocab hidden"],
+    rows: HeadRows,
+    labels: Int[Array, " positions"],
+    weights: Float[Array, " positions"],
+) -> tuple[Float[Array, ""], HeadOutput]:
+    """Weighted sum of cross-entropies, and the candidates.
+
+    A label that is none of the rows still takes part in its own position's softmax, so that every label
+    has a gradient; it cannot be a candidate there.
+
+    Args:
+      config: the draft, for the scaling of its logits.
+      top_k: candidates per position.
+      hidden: the draft's final hidden states.
+      matrix: the LM head; no gradient reaches it.
+      rows: which of its rows the softmax runs over.
+      labels: the true tokens.
+      weights: of each position; 0 leaves it out.
+    """
+    return _head_loss(config, top_k, hidden, matrix, rows, labels, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _head_loss(config, top_k, hidden, matrix, rows, labels, weights):
+    return _run(config, top_k, hidden, matrix, rows, labels, weights, with_gradient=False)[:2]
+
+
+def _forward(config, top_k, hidden, matrix, rows, labels, weights):
+    loss, output, gradient = _run(config, top_k, hidden, matrix, rows, labels, weights, with_gradient=True)
+    return (loss, output), (gradient, matrix, rows, labels, weights)
+
+
+def _backward(config, top_k, residuals, cotangents):
+    gradient, *constants = residuals
+    # Only the loss is differentiated: nll and candidates are reports.
+    scaled = (gradient * cotangents[0]).astype(gradient.dtype)
+    return scaled, *(None for _ in constants)
+
+
+_head_loss.defvjp(_forward, _backward)
+
+
+def _run(config, top_k, hidden, matrix, rows, labels, weights, *, with_gradient):
+    chosen = matrix[rows.tokens]
+    place = jnp.full(matrix.shape[0], -1, jnp.int32).at[rows.tokens].set(jnp.arange(len(rows.tokens), dtype=jnp.int32))
+    positions = hidden.shape[0]
+    chunk = max(1, min(positions, _CHUNK_LOGITS // len(rows.tokens)))
+    padding = -positions % chunk
+
+    def one_chunk(args):
+        hidden, labels, weights = args
+        column, label_rows = place[labels], matrix[labels]
+
+        def loss(hidden):
+            products = jnp.einsum("nh,vh->nv", hidden, chosen, preferred_element_type=jnp.float32)
+            logits = scale_logits(products, config)
+            own = jnp.einsum("nh,nh->n", hidden, label_rows, preferred_element_type=jnp.float32)
+            own = scale_logits(own, config)
+            is_label = jnp.arange(chosen.shape[0]) == column[:, None]
+            others = jax.nn.logsumexp(jnp.where(is_label, -jnp.inf, logits + rows.log_weight), axis=-1)
+            nll = jnp.logaddexp(others, own) - own
+            return jnp.sum(nll * weights), (nll, logits)
+
+        if with_gradient:
+            (value, (nll, logits)), gradient = jax.value_and_grad(loss, has_aux=True)(hidden)
+        else:
+            (value, (nll, logits)), gradient = loss(hidden), jnp.zeros((hidden.shape[0], 0))
+        _, best = jax.lax.top_k(jax.lax.stop_gradient(logits), top_k)
+        return value, nll, rows.tokens[best], gradient
+
+    padded = [
+        jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
+        for x in (hidden, labels, weights)
+    ]
+    value, nll, candidates, gradient = jax.lax.map(one_chunk, tuple(padded))
+    output = HeadOutput(nll.reshape(-1)[:positions], candidates.reshape(-1, top_k)[:positions])
+    return value.sum(), output, gradient.reshape(-1, gradient.shape[-1])[:positions]
