@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
-from dflash_jax.checkpoints.tensors import StoredTensor
+from dflash_jax.checkpoints.tensors import HostArray, StoredTensor
 
 _CODEBOOK = re.compile(r"(candidate_selector\.(?:predecessor|successor)_codebook)\.weight")
 _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)")
@@ -42,7 +40,7 @@ def _split_experts(prefix: str, part: str, tensor: StoredTensor) -> Iterator[tup
     for expert in range(experts):
         for index, name in enumerate(names):
 
-            def load(slices: tuple[slice, ...], expert=expert, start=index * height) -> np.ndarray:
+            def load(slices: tuple[slice, ...], expert=expert, start=index * height) -> HostArray:
                 return tensor.read(slice(expert, expert + 1), slice(start, start + height))[0][slices]
 
             yield (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
 from dflash_jax.checkpoints.rope import write_rope
 from dflash_jax.checkpoints.tensors import StoredTensor
@@ -42,6 +43,8 @@ def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTenso
         value = metadata.get(f"{kind}.{key}", default)
         if value is None:
             raise CheckpointError(f"{kind}.{key} is missing from the metadata of {file}")
+        if isinstance(value, list):
+            raise CheckpointError(f"{kind}.{key} in {file} differs from layer to layer; it must be one number for all")
         return value
 
     hidden, heads = get("embedding_length"), get("attention.head_count")
@@ -108,7 +111,7 @@ def _rope(
     raise CheckpointError(f"{file} scales RoPE by {scaling!r}, but it must be 'none', 'linear' or 'yarn'")
 
 
-def _llama3(factors: np.ndarray, theta: float, head_dim: int, file: Path) -> dict[str, Any]:
+def _llama3(factors: Float[np.ndarray, " pairs"], theta: float, head_dim: int, file: Path) -> dict[str, Any]:
     """Llama 3.1's settings, recovered from the factor of each wavelength and checked against them."""
     stretched = dataclasses.replace(_LLAMA3, theta=theta, factor=float(factors.max()))
     plain = inverse_wavelengths(RopeConfig(theta=theta), head_dim)

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 
 from dflash_jax.checkpoints.aliases import target_tensors
 from dflash_jax.checkpoints.gguf_config import config_fields
 from dflash_jax.checkpoints.hf_config import target_config
-from dflash_jax.checkpoints.tensors import StoredTensor
+from dflash_jax.checkpoints.tensors import HostArray, StoredTensor
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models.config import TargetConfig
 
@@ -63,7 +62,7 @@ def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 def _stored(tensor: gguf.ReaderTensor, file: Path) -> StoredTensor:
     kind = tensor.tensor_type.name
 
-    def load(slices: tuple[slice, ...]) -> np.ndarray:
+    def load(slices: tuple[slice, ...]) -> HostArray:
         if kind not in SUPPORTED:
             raise CheckpointError(
                 f"tensor {tensor.name!r} in {file} is quantised as {kind}, but it must be one of {', '.join(SUPPORTED)}"
@@ -111,7 +110,7 @@ def _half_split(tensor: StoredTensor, heads: int) -> StoredTensor:
     (`LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py is what this undoes).
     """
 
-    def load(slices: tuple[slice, ...], read: Callable[[], np.ndarray] = tensor.read) -> np.ndarray:
+    def load(slices: tuple[slice, ...], read: Callable[[], HostArray] = tensor.read) -> HostArray:
         pairs = read().reshape(heads, -1, 2, *tensor.shape[1:])
         return pairs.swapaxes(1, 2).reshape(tensor.shape)[slices]
 

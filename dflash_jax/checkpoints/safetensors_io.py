@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from dflash_jax.checkpoints.tensors import StoredTensor
+from dflash_jax.checkpoints.tensors import HostArray, StoredTensor
 from dflash_jax.errors import CheckpointError
 
 SINGLE = "model.safetensors"
@@ -45,7 +44,7 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
     for name in handle.keys():  # noqa: SIM118 (the handle is no mapping)
         view = handle.get_slice(name)
 
-        def load(slices: tuple[slice, ...], name=name, view=view) -> np.ndarray:
+        def load(slices: tuple[slice, ...], name=name, view=view) -> HostArray:
             if view.get_dtype() not in _FLOAT_DTYPES:
                 raise CheckpointError(
                     f"tensor {name!r} in {file} is of dtype {view.get_dtype()}, "
@@ -75,7 +74,7 @@ def _open_sharded(directory: Path) -> dict[str, StoredTensor]:
 
 
 def write_directory(
-    directory: Path, tensors: Iterable[tuple[str, Callable[[], np.ndarray], int]], max_shard_bytes: int
+    directory: Path, tensors: Iterable[tuple[str, Callable[[], HostArray], int]], max_shard_bytes: int
 ) -> None:
     """Writes tensors as `model.safetensors`, or as shards with an index where they exceed one.
 
@@ -84,7 +83,7 @@ def write_directory(
       tensors: name, maker and bytes of each; made only when its shard is written.
       max_shard_bytes: size to keep each file under; a larger tensor gets a file of its own.
     """
-    shards: list[dict[str, Callable[[], np.ndarray]]] = [{}]
+    shards: list[dict[str, Callable[[], HostArray]]] = [{}]
     total = filled = 0
     for name, make, size in tensors:
         if shards[-1] and filled + size > max_shard_bytes:
@@ -105,6 +104,6 @@ def write_directory(
     (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _write_file(file: Path, makers: dict[str, Callable[[], np.ndarray]]) -> None:
+def _write_file(file: Path, makers: dict[str, Callable[[], HostArray]]) -> None:
     # transformers refuses files whose metadata does not name a framework's layout.
     save_file({name: make() for name, make in makers.items()}, file, metadata={"format": "pt"})

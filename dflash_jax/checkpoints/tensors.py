@@ -10,17 +10,18 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jaxtyping import Float
 
 from dflash_jax.checkpoints.table import Config, Leaf, Params, build_params, param_at, table
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models.config import TargetConfig
 
-Dtype = Literal["float32", "bfloat16"]
+# One tensor, or a part of one, on the host.
+HostArray = Float[np.ndarray, "..."]
 
 _NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 # Older checkpoints store what the config determines.
@@ -43,9 +44,9 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    load: Callable[[tuple[slice, ...]], np.ndarray]
+    load: Callable[[tuple[slice, ...]], HostArray]
 
-    def read(self, *slices: slice) -> np.ndarray:
+    def read(self, *slices: slice) -> HostArray:
         """The tensor, or the part that slices of its leading axes select."""
         return self.load(slices)
 
@@ -102,7 +103,7 @@ def _is_harmless(config: Config, name: str) -> bool:
     return bool(_HARMLESS.fullmatch(name)) or (tied and name == "lm_head.weight")
 
 
-def _read(leaf: Leaf, tensors: Mapping[str, StoredTensor], dtype: np.dtype) -> np.ndarray:
+def _read(leaf: Leaf, tensors: Mapping[str, StoredTensor], dtype: np.dtype) -> HostArray:
     if not leaf.experts:
         return _oriented(tensors[leaf.name].read(), leaf).astype(dtype)
     stacked = np.empty(leaf.param_shape, dtype)
@@ -111,11 +112,11 @@ def _read(leaf: Leaf, tensors: Mapping[str, StoredTensor], dtype: np.dtype) -> n
     return stacked
 
 
-def _oriented(array: np.ndarray, leaf: Leaf) -> np.ndarray:
+def _oriented(array: HostArray, leaf: Leaf) -> HostArray:
     return array.T if leaf.transposed else array
 
 
-def disassemble(config: Config, params: Params, dtype: str) -> Iterator[tuple[str, Callable[[], np.ndarray], int]]:
+def disassemble(config: Config, params: Params, dtype: str) -> Iterator[tuple[str, Callable[[], HostArray], int]]:
     """A model's tensors as checkpoints have them.
 
     Yields:
@@ -136,7 +137,7 @@ def disassemble(config: Config, params: Params, dtype: str) -> Iterator[tuple[st
         size = leaf.size * cast.itemsize // len(leaf.names)
         for expert, name in enumerate(leaf.names):
 
-            def make(leaf=leaf, array=array, expert=expert) -> np.ndarray:
+            def make(leaf=leaf, array=array, expert=expert) -> HostArray:
                 one = np.asarray(array[expert] if leaf.experts else array)
                 return np.ascontiguousarray(_oriented(one, leaf).astype(cast))
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from tokenizers.decoders import ByteLevel, DecodeStream
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
+@runtime_checkable
 class Detokenizer(Protocol):
     """Turns tokens into text as they come. Each token costs the same, however many came before."""
 

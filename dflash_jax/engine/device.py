@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,33 +42,35 @@ def slot_entry(progress: Progress, slot_pages: int, draft_limit: int, speculatin
     table[: len(progress.pages)] = progress.pages
     stops = np.full(MAX_STOP_TOKENS, -1, np.int32)
     stops[: len(request.stop_tokens)] = request.stop_tokens
-    return Slots(
+    sampler: dict[str, Any] = dict(
+        temperature=np.float32(sampling.temperature),
+        top_k=np.int32(sampling.top_k),
+        top_p=np.float32(sampling.top_p),
+        min_p=np.float32(sampling.min_p),
+        seed=np.uint32(sampling.seed),
+    )
+    fields: dict[str, Any] = dict(
         position=np.int32(progress.computed),
         anchor=np.int32(0),
         draft_len=np.int32(progress.computed if speculating else 0),
         block_table=table,
         tokens_left=np.int32(request.limit - len(progress.emitted)),
         stop_tokens=stops,
-        sampler=Sampler(
-            temperature=np.float32(sampling.temperature),
-            top_k=np.int32(sampling.top_k),
-            top_p=np.float32(sampling.top_p),
-            min_p=np.float32(sampling.min_p),
-            seed=np.uint32(sampling.seed),
-        ),
+        sampler=Sampler(**sampler),
         decoding=np.bool_(False),
         speculating=np.bool_(speculating),
         draft_limit=np.int32(draft_limit),
         finished=np.bool_(False),
         violation=np.int32(0),
     )
+    return Slots(**fields)
 
 
 class PrefillBatch(NamedTuple):
     """Chunks laid out by row, as `prefill` takes them."""
 
     tokens: np.ndarray
-    count: np.ndarray
+    lengths: np.ndarray
     last: np.ndarray
     known_next: np.ndarray
 
@@ -83,7 +85,7 @@ def prefill_batch(mapping: np.ndarray, chunks: tuple[Chunk, ...], width: int) ->
     for chunk in chunks:
         row = row_of[chunk.slot]
         batch.tokens[row, : len(chunk.tokens)] = chunk.tokens
-        batch.count[row], batch.last[row] = len(chunk.tokens), chunk.last
+        batch.lengths[row], batch.last[row] = len(chunk.tokens), chunk.last
         batch.known_next[row] = -1 if chunk.known_next is None else chunk.known_next
     return batch
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 
 from dflash_jax.checkpoints import Tokenizer, load_draft, load_target
 from dflash_jax.engine import device, scheduler
@@ -99,13 +100,7 @@ class Engine:
         Raises:
           ConfigError, CheckpointError: it cannot be done; the message says why.
         """
-        if isinstance(config, str | Path):
-            import yaml
-
-            config, source = yaml.safe_load(Path(config).read_text()), str(config)
-        else:
-            source = "config"
-        setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, source)
+        setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, *_read(config))
         target = load_target(setup.target.path, setup.engine.dtype)
         models = Models(target.params, target.config)
         if setup.draft is None:
@@ -343,7 +338,7 @@ class Engine:
             progress = dataclasses.replace(progress, computed=progress.computed + len(chunk.tokens))
             self.host = scheduler.replace_running(self.host, progress)
             if self._holds(progress, int(report.violation[row]), int(report.position[row]), updates):
-                tokens = report.tokens[row, : report.produced[row]]
+                tokens = np.asarray(report.tokens)[row, : report.produced[row]]
                 self._emit(progress, tokens, bool(report.finished[row]), bool(report.stopped[row]), now, updates)
 
     def _absorb_rounds(self, mapping: np.ndarray, report: Report, updates: dict[str, Update]) -> None:
@@ -367,7 +362,7 @@ class Engine:
                     self.host = dataclasses.replace(self.host, fallbacks=self.host.fallbacks + 1)
                 self.host = scheduler.replace_running(self.host, progress)
                 if self._holds(progress, violation, int(report.position[done, row]), updates):
-                    tokens = report.tokens[done, row, :produced]
+                    tokens = np.asarray(report.tokens)[done, row, :produced]
                     finished, stopped = bool(report.finished[done, row]), bool(report.stopped[done, row])
                     self._emit(progress, tokens, finished, stopped, now, updates)
 
@@ -459,3 +454,15 @@ class Engine:
         live = len(self.host.running)
         rows = device.resize(rows, scheduler.bucket(max(live, 1), 1, self.config.max_slots))
         self.state = self.state.replace(rows=rows)
+
+
+def _read(config: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
+    """A configuration's values, and what to call it in errors."""
+    if isinstance(config, Mapping):
+        return config, "config"
+    try:
+        return yaml.safe_load(Path(config).read_text(encoding="utf-8")), str(config)
+    except OSError as error:
+        raise ConfigError(f"{config} cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{config} is not YAML: {error}") from None

@@ -158,7 +158,8 @@ def check_pages_conserved(pool: PagePool, held: Iterable[Sequence[int]]) -> None
     if np.any(counted != pool.references):
         wrong = int(np.argmax(counted != pool.references))
         raise InvariantError(
-            f"pages_conserved: page {wrong} is held by {counted[wrong]} requests but counted as {pool.references[wrong]}"
+            f"pages_conserved: page {wrong} is held by {counted[wrong]} requests but counted as "
+            f"{pool.references[wrong]}"
         )
     unheld = np.sort(np.array(pool.free + pool.idle, np.int64))
     if not np.array_equal(unheld, np.flatnonzero(counted == 0)):

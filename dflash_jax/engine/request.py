@@ -113,7 +113,8 @@ class Request:
     def __post_init__(self) -> None:
         if len(self.stop_tokens) > MAX_STOP_TOKENS:
             raise RequestError(
-                f"request {self.id!r} has {len(self.stop_tokens)} stop token ids; at most {MAX_STOP_TOKENS} are supported"
+                f"request {self.id!r} has {len(self.stop_tokens)} stop token ids; "
+                f"at most {MAX_STOP_TOKENS} are supported"
             )
 
     @property

@@ -20,8 +20,7 @@ MAX_STOP_TOKENS = 8
 """Stop token ids a request can have."""
 
 
-@struct.dataclass
-class Models:
+class Models(struct.PyTreeNode):
     """The weights a step runs, with their configs as static structure. `draft` None decodes plainly."""
 
     target: TargetParams
@@ -35,15 +34,13 @@ class Models:
         return () if self.draft_config is None else self.draft_config.target_layer_ids
 
 
-@struct.dataclass
-class Rows:
+class Rows(struct.PyTreeNode):
     """This step's dense batch: which slot each row holds, -1 for an empty row."""
 
     idx_mapping: Int[Array, " rows"]
 
 
-@struct.dataclass
-class Slots:
+class Slots(struct.PyTreeNode):
     """Requests, one entry each for their whole life.
 
     Attributes:
@@ -76,8 +73,7 @@ class Slots:
     violation: Int[Array, " slots"]
 
 
-@struct.dataclass
-class EngineState:
+class EngineState(struct.PyTreeNode):
     """Everything on the device.
 
     Attributes:

@@ -23,8 +23,7 @@ from dflash_jax.models.target import Extension, extend, lm_head
 from dflash_jax.sampling import Purpose, Sampler, gumbel, verify
 
 
-@struct.dataclass
-class Report:
+class Report(struct.PyTreeNode):
     """What a step did, row by row, for the host; the rounds of a step are stacked on a leading axis.
 
     Attributes:
@@ -284,7 +283,7 @@ def _commit(
     listening: Bool[Array, " rows"],
     count: Int[Array, " rows"],
 ) -> EngineState:
-    """Appends the first `count` of each row's tokens to its target context and, where `listening`, its draft context."""
+    """Appends the first `count` of each row's tokens to its target context and, where `listening`, draft context."""
     slot = jnp.maximum(idx_mapping, 0)
     position, draft_len = state.slots.position[slot], state.slots.draft_len[slot]
     target_pages = state.target_context(idx_mapping).write(extension.entries, count)

@@ -9,6 +9,8 @@ the compiler sees is covered by lowering every kernel for CUDA in the tests.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -16,7 +18,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src import config
-from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races, reset_gpu_interpret_mode_state
+from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionState
+from jax._src.pallas.mosaic_gpu.core import SomeLayout
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
 from jaxtyping import Array, Float
 
@@ -30,20 +34,31 @@ def simulated(detect_races: bool = True) -> Iterator[None]:
     """Runs the Pallas kernels traced inside on the CPU, by JAX's simulator of a GPU.
 
     Uninitialised memory reads as NaN and reads out of bounds raise. The mode is part of jit's cache
-    key, so a function compiled inside is not mistaken for one compiled outside.
+    key, so a function compiled inside is not mistaken for one compiled outside. Results must be
+    waited for inside.
 
     Raises:
       RaceError: on leaving, if a race was seen and `detect_races` asked to look for them.
     """
+    kernels: list[RaceDetectionState] = []
+
+    # The simulator keeps only the last kernel's, so every one it makes is caught on the way.
+    def remember(**fields):
+        kernels.append(RaceDetectionState(**fields))
+        return kernels[-1]
+
+    setattr(gpu_callbacks, "RaceDetectionState", remember)  # noqa: B010
     try:
         with force_gpu_interpret_mode(InterpretGPUParams(detect_races=detect_races)):
             yield
+            jax.effects_barrier()
     except BaseException:
         # A kernel that raised leaves the simulated memory behind, and the next one would trip over it.
-        reset_gpu_interpret_mode_state()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
         raise
-    jax.effects_barrier()
-    if detect_races and get_races().races_found:
+    finally:
+        setattr(gpu_callbacks, "RaceDetectionState", RaceDetectionState)  # noqa: B010
+    if any(kernel.races_found for kernel in kernels):
         raise RaceError("a Pallas kernel has a data race; the simulator printed where")
 
 
@@ -52,7 +67,7 @@ def simulating() -> bool:
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
-def with_layout(x: Array, layout: plgpu.Layout) -> Array:
+def with_layout(x: Array, layout: SomeLayout) -> Array:
     """x, whose layout in registers the compiler cannot infer: a constant or an iota."""
     return x if simulating() else plgpu.layout_cast(x, layout)
 
@@ -67,7 +82,7 @@ def tile(columns: int, dtype: jnp.dtype) -> tuple:
 def scores(pairs: Sequence[tuple], shape: tuple[int, int]) -> Float[Array, "rows columns"]:
     """Sum of a @ b.T over pairs of shared memory matrices, in float32."""
     if simulating():
-        return sum(_dot(a[...], b[...], 1) for a, b in pairs)
+        return functools.reduce(operator.add, (_dot(a[...], b[...], 1) for a, b in pairs))
 
     def multiply(accumulator):
         for a, b in pairs:
@@ -80,7 +95,7 @@ def scores(pairs: Sequence[tuple], shape: tuple[int, int]) -> Float[Array, "rows
 def accumulate(total: Float[Array, "rows columns"], pairs: Sequence[tuple]) -> Float[Array, "rows columns"]:
     """total + the sum of a @ b over pairs of a matrix in registers and one in shared memory."""
     if simulating():
-        return total + sum(_dot(a, b[...], 0) for a, b in pairs)
+        return functools.reduce(operator.add, (_dot(a, b[...], 0) for a, b in pairs), total)
 
     def multiply(accumulator):
         for a, b in pairs:

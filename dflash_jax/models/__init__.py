@@ -1,0 +1,1 @@
+"""Models as functions of weights: configs, weight pytrees, forwards; knows nothing of the engine."""

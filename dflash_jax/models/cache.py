@@ -7,16 +7,14 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 
-@struct.dataclass
-class KeyValues:
+class KeyValues(struct.PyTreeNode):
     """Keys and values of some tokens, all layers of one model."""
 
     k: Float[Array, "layers *tokens kv_heads head_dim"]
     v: Float[Array, "layers *tokens kv_heads head_dim"]
 
 
-@struct.dataclass
-class Context:
+class Context(struct.PyTreeNode):
     """What the rows of a step may attend to.
 
     Attributes:

@@ -90,6 +90,7 @@ class TransformerConfig:
 
     @property
     def num_layers(self) -> int:
+        """Depth of the model."""
         return len(self.layers)
 
 
@@ -99,8 +100,6 @@ class TargetConfig(TransformerConfig):
 
     Attributes:
       family: where the architecture comes from; for reports, never for branching in the forward.
-      output_bias: whether the attention's output projection has a bias too (Llama's
-        `attention_bias`; Qwen3's covers it as well).
       mlp_bias: whether the dense MLP's projections have biases.
       tied_embeddings: the LM head is the transposed embedding.
       max_position: longest context the checkpoint says it was made for.

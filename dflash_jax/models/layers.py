@@ -18,6 +18,7 @@ from dflash_jax.models.weights import AttentionWeights, Linear, MlpWeights, MoeW
 
 
 def linear(x: Float[Array, "*batch inputs"], weights: Linear) -> Float[Array, "*batch outputs"]:
+    """x @ weight + bias."""
     y = x @ weights.weight
     return y if weights.bias is None else y + weights.bias
 
@@ -25,6 +26,7 @@ def linear(x: Float[Array, "*batch inputs"], weights: Linear) -> Float[Array, "*
 def rms_norm(
     x: Float[Array, "*batch channels"], weight: Float[Array, " channels"], eps: float
 ) -> Float[Array, "*batch channels"]:
+    """RMSNorm over the last axis (arXiv 1910.07467)."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return weight * (x32 * scale).astype(x.dtype)
@@ -97,6 +99,7 @@ def project_kv(
 
 
 def mlp(x: Float[Array, "*batch hidden"], weights: MlpWeights) -> Float[Array, "*batch hidden"]:
+    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
     return linear(jax.nn.silu(linear(x, weights.gate_proj)) * linear(x, weights.up_proj), weights.down_proj)
 
 

@@ -14,8 +14,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.models.weights import SelectorWeights
 
 
-@struct.dataclass
-class Candidates:
+class Candidates(struct.PyTreeNode):
     """What may be drafted at each mask position, best unary score first.
 
     `edges[r, l, a, b]` is the score of candidate b at position l after predecessor a: at l = 0 every
@@ -27,8 +26,7 @@ class Candidates:
     edges: Float[Array, "rows drafts predecessors candidates"]
 
 
-@struct.dataclass
-class Proposal:
+class Proposal(struct.PyTreeNode):
     """Drafted tokens with the distribution they were drawn from.
 
     `probs[r, l]` is q over `candidates[r, l]`; every other token has probability 0. A greedy proposal

@@ -18,8 +18,7 @@ from dflash_jax.models.layers import linear, mlp, moe, project_kv, project_q, rm
 from dflash_jax.models.weights import MoeWeights, TargetParams
 
 
-@struct.dataclass
-class Extension:
+class Extension(struct.PyTreeNode):
     """What running new tokens through the target yields.
 
     Attributes:

@@ -12,16 +12,14 @@ from flax import struct
 from jaxtyping import Array, Float
 
 
-@struct.dataclass
-class Linear:
+class Linear(struct.PyTreeNode):
     """y = x @ weight + bias."""
 
     weight: Float[Array, "inputs outputs"]
     bias: Float[Array, " outputs"] | None = None
 
 
-@struct.dataclass
-class AttentionWeights:
+class AttentionWeights(struct.PyTreeNode):
     """Projections of one attention layer; the norms are per head and absent in Llama."""
 
     q_proj: Linear
@@ -32,8 +30,7 @@ class AttentionWeights:
     k_norm: Float[Array, " head_dim"] | None = None
 
 
-@struct.dataclass
-class MlpWeights:
+class MlpWeights(struct.PyTreeNode):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     gate_proj: Linear
@@ -41,8 +38,7 @@ class MlpWeights:
     down_proj: Linear
 
 
-@struct.dataclass
-class MoeWeights:
+class MoeWeights(struct.PyTreeNode):
     """A router and one SwiGLU per expert, experts stacked."""
 
     router: Float[Array, "hidden experts"]
@@ -51,8 +47,7 @@ class MoeWeights:
     down_proj: Float[Array, "experts expert_hidden hidden"]
 
 
-@struct.dataclass
-class ConvWeights:
+class ConvWeights(struct.PyTreeNode):
     """Grouped dynamic convolution around one sublayer (DFlash 2).
 
     `base_kernel` is [side, tap, channel], side 0 before the sublayer and 1 after it;
@@ -63,8 +58,7 @@ class ConvWeights:
     kernel_projection: Float[Array, "hidden deltas"]
 
 
-@struct.dataclass
-class LayerWeights:
+class LayerWeights(struct.PyTreeNode):
     """One transformer layer; the convolutions belong to DFlash 2 drafts."""
 
     input_norm: Float[Array, " hidden"]
@@ -75,8 +69,7 @@ class LayerWeights:
     mlp_conv: ConvWeights | None = None
 
 
-@struct.dataclass
-class TargetParams:
+class TargetParams(struct.PyTreeNode):
     """A target. `lm_head` is None when it is the transposed embedding."""
 
     embedding: Float[Array, "vocab hidden"]
@@ -85,8 +78,7 @@ class TargetParams:
     lm_head: Float[Array, "hidden vocab"] | None = None
 
 
-@struct.dataclass
-class SelectorWeights:
+class SelectorWeights(struct.PyTreeNode):
     """DFlash 2's candidate selector."""
 
     predecessor_codebook: Float[Array, "vocab rank"]
@@ -94,8 +86,7 @@ class SelectorWeights:
     hidden_projection: Float[Array, "hidden rank"]
 
 
-@struct.dataclass
-class DraftParams:
+class DraftParams(struct.PyTreeNode):
     """A draft. It has no embedding and no LM head: it uses the target's."""
 
     fc: Float[Array, "features hidden"]

@@ -8,8 +8,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int, UInt32
 
 
-@struct.dataclass
-class Sampler:
+class Sampler(struct.PyTreeNode):
     """How to sample, one entry per slot or per row.
 
     Attributes:

@@ -15,8 +15,7 @@ from dflash_jax.sampling.distribution import Sampler, sample, target_probs
 from dflash_jax.sampling.keys import Purpose, uniform
 
 
-@struct.dataclass
-class Verdict:
+class Verdict(struct.PyTreeNode):
     """How many drafted tokens each row keeps, and what the target says next."""
 
     accepted: Int[Array, " rows"]

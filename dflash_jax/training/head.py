@@ -133,7 +133,7 @@ def _run(config, top_k, hidden, matrix, rows, labels, weights, *, with_gradient)
         if with_gradient:
             (value, (nll, logits)), gradient = jax.value_and_grad(loss, has_aux=True)(hidden)
         else:
-            (value, (nll, logits)), gradient = loss(hidden), jnp.zeros((hidden.shape[0], 0))
+            (value, (nll, logits)), gradient = loss(hidden), None
         _, best = jax.lax.top_k(jax.lax.stop_gradient(logits), top_k)
         return value, nll, rows.tokens[best], gradient
 
@@ -143,4 +143,4 @@ def _run(config, top_k, hidden, matrix, rows, labels, weights, *, with_gradient)
     ]
     value, nll, candidates, gradient = jax.lax.map(one_chunk, tuple(padded))
     output = HeadOutput(nll.reshape(-1)[:positions], candidates.reshape(-1, top_k)[:positions])
-    return value.sum(), output, gradient.reshape(-1, gradient.shape[-1])[:positions]
+    return value.sum(), output, None if gradient is None else gradient.reshape(-1, gradient.shape[-1])[:positions]

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -234,8 +235,6 @@ def test_draft_config_survives_json(models, name):
 
 
 def test_draft_that_json_cannot_say_is_refused(models):
-    import dataclasses
-
     layers = (LayerConfig(window=7, causal=False), LayerConfig(causal=True))
     with pytest.raises(ConfigError, match="is_causal"):
         config_fields(dataclasses.replace(models.drafts["dflash1"], layers=layers))

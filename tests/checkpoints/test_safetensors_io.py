@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 
@@ -182,8 +183,8 @@ def test_nothing_is_overwritten_or_left_half_written(models, tmp_path):
     save_draft(tmp_path / "d", config, params)
     with pytest.raises(CheckpointError, match="already exists"):
         save_draft(tmp_path / "d", config, params)
-    with pytest.raises(CheckpointError, match="norm is of shape"):
-        save_draft(tmp_path / "e", config, params.replace(norm=jnp.ones(3)))
+    with pytest.raises(CheckpointError, match=r"mlp\.gate_proj\.weight is of shape \[16, 20\]"):
+        save_draft(tmp_path / "e", dataclasses.replace(config, intermediate_size=21), params)
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
 

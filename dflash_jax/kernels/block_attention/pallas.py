@@ -10,9 +10,9 @@ The block's own tokens are a last tile or tiles after the context's, taken from 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -22,55 +22,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels import mosaic
-
-_ROWS = 64
-"""Query rows of a CTA: what one warpgroup's matrix instruction takes."""
-
-_SLAB = 128
-"""Columns of the output accumulated together, so that head_dim 256 fits the registers."""
+from dflash_jax.kernels.block_attention.pallas_kernel import kernel
+from dflash_jax.kernels.block_attention.pallas_tiles import ROWS, Plan
 
 _CONCURRENT = 264
 """CTAs a Hopper GPU runs at once: 132 multiprocessors, two on each by their shared memory."""
-
-_FLOOR = -1e20
-"""Running maximum of a query that has seen no key. Above a masked score by so much that exp2 is 0."""
-
-_MASKED = -1e30
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Static shape of one launch.
-
-    Attributes:
-      tokens: keys of a tile.
-      piece: tokens of one copy: the most that divide both a tile and a page.
-      stages: tiles in flight.
-      parts: bfloat16 terms a number is split into, 1 or 3 (see `_split`).
-      padded_block: new tokens per row as stored, padded for TMA.
-      query_tiles, tile_rows: tiles of query rows, and the rows of each that exist.
-      splits: shares of the context.
-    """
-
-    rows: int
-    queries: int
-    kv_heads: int
-    group: int
-    head_dim: int
-    layer: int
-    num_pages: int
-    page_size: int
-    causal: bool
-    window: int | None
-    scale: float
-    tokens: int
-    piece: int
-    stages: int
-    parts: int
-    padded_block: int
-    query_tiles: int
-    tile_rows: int
-    splits: int
 
 
 def unsupported(
@@ -110,12 +66,12 @@ def block_attention(
     rows, queries, heads, head_dim = q.shape
     num_pages, page_size, kv_heads = k_pages.shape[1:4]
     group = heads // kv_heads
-    query_tiles = pl.cdiv(queries * group, _ROWS)
-    tile_rows = _ROWS if query_tiles > 1 else _up(queries * group, 8)
+    query_tiles = pl.cdiv(queries * group, ROWS)
+    tile_rows = ROWS if query_tiles > 1 else _up(queries * group, 8)
     single = q.dtype == jnp.bfloat16
     tokens = 128 if single and head_dim <= 64 else 64
-    tiles = pl.cdiv(block_table.shape[1] * page_size, tokens)
-    plan = _Plan(
+    reach = block_table.shape[1] * page_size if window is None else window + queries
+    plan = Plan(
         rows=rows,
         queries=queries,
         kv_heads=kv_heads,
@@ -130,11 +86,11 @@ def block_attention(
         tokens=tokens,
         piece=math.gcd(tokens, page_size),
         stages=2 if single else 1,
-        parts=1 if single else 3,
+        terms=1 if single else 3,
         padded_block=_up(queries, 8 if queries <= tokens else tokens),
         query_tiles=query_tiles,
         tile_rows=tile_rows,
-        splits=splits or _splits(rows * kv_heads * query_tiles, tiles),
+        splits=splits or _splits(rows * kv_heads * query_tiles, pl.cdiv(reach, tokens)),
     )
     partial, statistics = _launch(plan)(
         _query_rows(q, plan),
@@ -163,13 +119,13 @@ def _splits(ctas: int, tiles: int) -> int:
     return max(tiles, 1)
 
 
-def _query_rows(q: Float[Array, "rows queries heads head_dim"], plan: _Plan) -> Array:
-    """[parts * rows * kv_heads * query rows, head_dim]: the queries of one KV head together, padded."""
+def _query_rows(q: Float[Array, "rows queries heads head_dim"], plan: Plan) -> Array:
+    """[terms * rows * kv_heads * query rows, head_dim]: the queries of one KV head together, padded."""
     x = q.reshape(plan.rows, plan.queries, plan.kv_heads, plan.group, plan.head_dim).transpose(0, 2, 1, 3, 4)
     x = x.reshape(plan.rows, plan.kv_heads, -1, plan.head_dim)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.query_tiles * plan.tile_rows - x.shape[2]), (0, 0)))
     terms = []
-    for _ in range(plan.parts):
+    for _ in range(plan.terms):
         # Not a cast there and back: XLA may take that for the identity.
         term = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         terms.append(term.astype(jnp.bfloat16))
@@ -177,16 +133,16 @@ def _query_rows(q: Float[Array, "rows queries heads head_dim"], plan: _Plan) -> 
     return jnp.stack(terms).reshape(-1, plan.head_dim)
 
 
-def _padded(x: Float[Array, "rows queries kv_heads head_dim"], plan: _Plan) -> Array:
+def _padded(x: Float[Array, "rows queries kv_heads head_dim"], plan: Plan) -> Array:
     x = jnp.pad(x, ((0, 0), (0, plan.padded_block - plan.queries), (0, 0), (0, 0)))
     return x.reshape(-1, plan.kv_heads * plan.head_dim)
 
 
-def _combine(partial: Array, statistics: Array, plan: _Plan) -> Float[Array, "rows queries heads head_dim"]:
+def _combine(partial: Array, statistics: Array, plan: Plan) -> Float[Array, "rows queries heads head_dim"]:
     """Sums the shares of each query, weighted by what each saw of the softmax's denominator."""
     shape = (plan.rows, plan.kv_heads, plan.splits, plan.query_tiles)
     partial = partial.reshape(*shape, plan.tile_rows, plan.head_dim)
-    top, total = jnp.moveaxis(statistics.reshape(*shape, 2, _ROWS)[..., : plan.tile_rows], -2, 0)
+    top, total = jnp.moveaxis(statistics.reshape(*shape, 2, ROWS)[..., : plan.tile_rows], -2, 0)
     # A share without keys wrote no sum, only that its total is 0: what lies there is not to be touched.
     seen = total > 0
     weight = jnp.where(seen, jnp.exp2(top - top.max(2, keepdims=True)), 0)
@@ -198,8 +154,8 @@ def _combine(partial: Array, statistics: Array, plan: _Plan) -> Float[Array, "ro
     return mixed.transpose(0, 2, 1, 3, 4).reshape(plan.rows, plan.queries, -1, plan.head_dim)
 
 
-def _launch(plan: _Plan):
-    source = jnp.bfloat16 if plan.parts == 1 else jnp.float32
+def _launch(plan: Plan):
+    source = jnp.bfloat16 if plan.terms == 1 else jnp.float32
     ctas = plan.rows * plan.kv_heads * plan.splits * plan.query_tiles
     columns = min(plan.head_dim, 64)
     matrix = mosaic.tile(plan.head_dim, jnp.bfloat16)
@@ -207,28 +163,28 @@ def _launch(plan: _Plan):
         (plan.stages, plan.tokens, plan.head_dim), source, transforms=mosaic.tile(plan.head_dim, source)
     )
     loaded = plgpu.Barrier(num_arrivals=plan.tokens // plan.piece, num_barriers=plan.stages)
-    scratch = {
-        "q_smem": plgpu.SMEM((plan.parts, _ROWS, plan.head_dim), jnp.bfloat16, transforms=matrix),
-        "q_loaded": plgpu.Barrier(num_arrivals=plan.parts),
+    scratch: dict[str, Any] = {
+        "q_smem": plgpu.SMEM((plan.terms, ROWS, plan.head_dim), jnp.bfloat16, transforms=matrix),
+        "q_loaded": plgpu.Barrier(num_arrivals=plan.terms),
         "k_smem": stored,
         "k_loaded": loaded,
         "v_loaded": loaded,
-        "sums": plgpu.SMEM((_ROWS, columns), jnp.float32, transforms=mosaic.tile(columns, jnp.float32)),
-        "statistics": plgpu.SMEM((2, _ROWS), jnp.float32),
+        "sums": plgpu.SMEM((ROWS, columns), jnp.float32, transforms=mosaic.tile(columns, jnp.float32)),
+        "statistics": plgpu.SMEM((2, ROWS), jnp.float32),
     }
-    if plan.parts == 1:
+    if plan.terms == 1:
         scratch["v_smem"] = stored
     else:
         scratch["term"] = plgpu.SMEM((plan.tokens, plan.head_dim), jnp.bfloat16, transforms=matrix)
     return plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
+        functools.partial(kernel, plan=plan),
         out_type=(
             jax.ShapeDtypeStruct((ctas * plan.tile_rows, plan.head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((ctas, 2, _ROWS), jnp.float32),
+            jax.ShapeDtypeStruct((ctas, 2, ROWS), jnp.float32),
         ),
         scratch_types=scratch,
         grid=(plan.rows, plan.kv_heads, plan.splits, plan.query_tiles),
         grid_names=("row", "kv_head", "split", "query_tile"),
         kernel_name="block_attention",
-        compiler_params=plgpu.CompilerParams(approx_math=plan.parts == 1),
+        compiler_params=plgpu.CompilerParams(approx_math=plan.terms == 1),
     )

@@ -38,6 +38,7 @@ def block_attention(
     window: int | None,
     scale: float,
 ) -> Float[Array, "rows queries heads head_dim"]:
+    """See `api.block_attention`."""
     rows, queries, heads, head_dim = q.shape
     kv_heads = k_block.shape[2]
     slots = jnp.maximum(idx_mapping, 0)

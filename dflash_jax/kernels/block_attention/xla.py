@@ -30,6 +30,7 @@ def block_attention(
     window: int | None,
     scale: float,
 ) -> Float[Array, "rows queries heads head_dim"]:
+    """See `api.block_attention`."""
     rows, queries, heads, head_dim = q.shape
     num_layers, num_pages, page_size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
@@ -65,7 +66,9 @@ def block_attention(
     top = scores.max(-1)
     weights = jnp.exp(scores - top[..., None])
     total = weights.sum(-1)
-    mixed = jnp.einsum("rkqs,rksd->rkqd", weights, heads_first(jnp.where(fresh[..., None, None], v_block, 0)).astype(jnp.float32))
+    mixed = jnp.einsum(
+        "rkqs,rksd->rkqd", weights, heads_first(jnp.where(fresh[..., None, None], v_block, 0)).astype(jnp.float32)
+    )
 
     flat_k = k_pages.reshape(num_layers * num_pages, page_size, kv_heads, head_dim)
     flat_v = v_pages.reshape(num_layers * num_pages, page_size, kv_heads, head_dim)

@@ -1,0 +1,98 @@
+"""What a batch generation job is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from dflash_jax.engine.config import EngineSetup, Section, parse
+from dflash_jax.engine.request import SamplingParams
+from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.jobs.settings import read_settings
+
+
+class InputFile(Section):
+    """Where the prompts are: JSON lines."""
+
+    path: str
+
+
+class OutputFile(Section):
+    """Where the answers go: JSON lines.
+
+    Attributes:
+      path: the file; a rerun adds only what is missing from it.
+      trace: write what each round produced and drafted.
+    """
+
+    path: str
+    trace: bool = False
+
+
+class ReportConfig(Section):
+    """What is told at the end of the job.
+
+    Attributes:
+      samples: how many of the answers are printed.
+      compare_plain: run some of the prompts again with and without drafting, and tell the speed-up.
+      compare_requests: how many.
+    """
+
+    samples: int = Field(default=3, ge=0)
+    compare_plain: bool = False
+    compare_requests: int = Field(default=8, ge=1)
+
+
+class JobConfig(EngineSetup):
+    """A job: the models and engine, how to sample, what to read and where to write.
+
+    Relative paths are relative to the current directory, as everywhere on a command line.
+    """
+
+    sampling: dict[str, Any] = {}
+    input: InputFile
+    output: OutputFile
+    report: ReportConfig = ReportConfig()
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """How a request samples unless its line says otherwise."""
+        return SamplingParams().override(self.sampling)
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that shape the answers; rows made under different ones do not belong in one file."""
+        return {
+            "target.path": self.target.path,
+            **{f"draft.{name}": getattr(self.draft, name, None) for name in ("path", "k", "mask_token_id", "max_context")},
+            "engine.max_model_len": self.engine.max_model_len,
+            "engine.dtype": self.engine.dtype,
+            **{f"sampling.{name}": _plain(value) for name, value in vars(self.defaults).items()},
+        }
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """Reads a job from a YAML file.
+
+    Args:
+      path: the file.
+      overrides: texts `a.b=value` that win over it.
+
+    Raises:
+      ConfigError: it cannot be read, or a key is unknown, missing or has a bad value.
+    """
+    source = f"{path} with --set {' --set '.join(overrides)}" if overrides else str(path)
+    config = parse(JobConfig, read_settings(path, overrides), source)
+    try:
+        _ = config.defaults
+    except RequestError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if config.report.compare_plain and config.draft is None:
+        raise ConfigError(f"{source}: report.compare_plain needs a draft to compare with plain decoding")
+    return config
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,64 @@
+"""The rows of the output: what a job says about each input line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dflash_jax.engine.request import Completion, Metrics
+from dflash_jax.jobs.writer import Row
+
+_NOTHING = Metrics(
+    drafts_proposed=0,
+    drafts_accepted=0,
+    drafted_request_steps=0,
+    accept_rate=None,
+    mean_acceptance_length=None,
+    ttft_s=None,
+    tpot_s=None,
+    preemptions=0,
+    cached_tokens=0,
+)
+
+
+def answer(item_id: str | int, completion: Completion, *, trace: bool) -> Row:
+    """The row of a request that ran."""
+    row: Row = {
+        "id": item_id,
+        "token_ids": list(completion.token_ids),
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "prompt_tokens": completion.prompt_tokens,
+        "metrics": _plain(completion.metrics),
+        "fallback": completion.fallback,
+    }
+    if completion.error is not None:
+        row["error"] = completion.error
+    if trace:
+        row["trace"] = {
+            "produced_per_round": list(completion.produced_per_round),
+            "drafted_blocks": [list(block) for block in completion.drafted_blocks],
+        }
+    return row
+
+
+def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Row:
+    """The row of an input line that cannot be run."""
+    row: Row = {
+        "id": item_id,
+        "token_ids": [],
+        "text": None,
+        "finish_reason": "error",
+        "prompt_tokens": 0,
+        "metrics": _plain(_NOTHING),
+        "fallback": None,
+        "line": line,
+        "error": f"line {line}: {error}",
+    }
+    if trace:
+        row["trace"] = {"produced_per_round": [], "drafted_blocks": []}
+    return row
+
+
+def _plain(metrics: Metrics) -> dict[str, float | int | None]:
+    values = dataclasses.asdict(metrics)
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}

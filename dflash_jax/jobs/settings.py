@@ -1,0 +1,91 @@
+"""Plain values out of YAML files and `--set` options."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash_jax.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people expect it: 1e-4 is a number, and a key given twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str | int) and key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+            seen.add(key if isinstance(key, str | int) else None)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1, which PyYAML implements, takes 1e-4 for a string because it has no dot.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The values of a YAML file, with some replaced.
+
+    Args:
+      path: the file; its top level must be a mapping.
+      overrides: texts `a.b=value`; the value is YAML, the way to it is made if it is not there.
+
+    Raises:
+      ConfigError: the file cannot be read, is not such a file, or an override is malformed.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no config file {str(path)!r}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory; the config must be a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"the config file {path} cannot be read ({error.strerror})") from None
+    values = _parse(text, str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {_kind(values)}; a config is a mapping such as 'target: {{path: ...}}'")
+    for override in overrides:
+        _apply(values, override)
+    return values
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    path = name.strip().split(".")
+    if not equals or not all(path):
+        raise ConfigError(f"--set {override!r} is not an assignment; it must look like engine.max_slots=4")
+    section = values
+    for depth, part in enumerate(path[:-1], start=1):
+        inside = section.setdefault(part, {})
+        if inside is None:
+            inside = section[part] = {}
+        if not isinstance(inside, dict):
+            raise ConfigError(f"--set {override!r}: {'.'.join(path[:depth])} is {inside!r}, which has no keys inside")
+        section = inside
+    section[path[-1]] = _parse(text, f"--set {override!r}")
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # _Loader is a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ConfigError(f"{source} is not YAML{where}: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(f"{source} is not YAML: {reason}") from None
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else "a list" if isinstance(value, list) else f"{value!r}"

@@ -1,0 +1,106 @@
+"""The figures of a job, as JSON beside its output."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.jobs.writer import Row
+
+REASONS = ("stop", "length", "abort", "error")
+
+
+def summary_path(output: str | Path) -> Path:
+    """Where the summary of an output file is: `out.jsonl` -> `out.summary.json`."""
+    return Path(output).with_suffix(".summary.json")
+
+
+def figures(rows: Iterable[Row]) -> dict[str, Any]:
+    """What the rows of an output file come to, whichever run wrote them."""
+    reasons: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
+    times: dict[str, list[float]] = {"ttft_s": [], "tpot_s": []}
+    for row in rows:
+        metrics = row.get("metrics") or {}
+        reasons[row["finish_reason"]] += 1
+        sums["prompt_tokens"] += row.get("prompt_tokens", 0)
+        sums["output_tokens"] += len(row.get("token_ids", ()))
+        sums["fallbacks"] += row.get("fallback") is not None
+        for name in ("drafts_proposed", "drafts_accepted", "drafted_request_steps", "preemptions", "cached_tokens"):
+            sums[name] += metrics.get(name) or 0
+        for name, values in times.items():
+            if metrics.get(name) is not None:
+                values.append(metrics[name])
+    proposed, accepted, steps = (sums[n] for n in ("drafts_proposed", "drafts_accepted", "drafted_request_steps"))
+    return {
+        "requests": {"total": reasons.total(), **{reason: reasons[reason] for reason in REASONS}},
+        "prompt_tokens": sums["prompt_tokens"],
+        "output_tokens": sums["output_tokens"],
+        "drafts_proposed": proposed,
+        "drafts_accepted": accepted,
+        "drafted_request_steps": steps,
+        "accept_rate": round(accepted / proposed, 6) if proposed else None,
+        "mean_acceptance_length": round(1 + accepted / steps, 6) if steps else None,
+        **{name: _spread(values) for name, values in times.items()},
+        "fallbacks": sums["fallbacks"],
+        "preemptions": sums["preemptions"],
+        "cached_tokens": sums["cached_tokens"],
+    }
+
+
+def write_summary(output: str | Path, values: Mapping[str, Any]) -> Path:
+    """Writes the summary of an output file, and returns where.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    path = summary_path(output)
+    scratch = path.with_name(path.name + ".new")
+    try:
+        scratch.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError as error:
+        raise ConfigError(f"the summary {path} cannot be written ({error.strerror})") from None
+    return path
+
+
+def check_identity(output: str | Path, settings: Mapping[str, Any]) -> None:
+    """Refuses to add to an output file that was made under other settings.
+
+    A file without a summary is taken at its word.
+
+    Raises:
+      ConfigError: it was; the message names the first setting that differs.
+    """
+    try:
+        recorded = json.loads(summary_path(output).read_text(encoding="utf-8"))["settings"]
+        differing = [name for name, value in settings.items() if name in recorded and recorded[name] != value]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if differing:
+        name = differing[0]
+        raise ConfigError(
+            f"{output} was made with {name} {recorded[name]!r}, and this job has {settings[name]!r}; "
+            "give another output.path, or --overwrite to start it anew"
+        )
+
+
+def versions() -> dict[str, str]:
+    """What the figures were made with."""
+    return {name: importlib.metadata.version(name) for name in ("dflash_jax", "jax", "jaxlib")}
+
+
+def _spread(values: list[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    array = np.array(values)
+    spread = {"mean": array.mean(), "p50": np.quantile(array, 0.5), "p95": np.quantile(array, 0.95)}
+    return {name: round(float(value), 6) for name, value in spread.items()}

@@ -1,0 +1,189 @@
+"""What a training run is: the YAML of `dflash-jax train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Dtype = Literal["float32", "bfloat16"]
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DraftSection(_Section):
+    """The draft to train: a checkpoint to go on from, or the shape of a fresh one.
+
+    Attributes:
+      path: a draft checkpoint; then every other field is ignored and must be left out.
+      num_layers: layers of a fresh draft; the target gives hidden size, heads and, unless
+        `intermediate_size` is given, the width of the MLP.
+      block_size: tokens of a block, the anchor included.
+      mask_token_id: a token that never occurs in text and ends nothing.
+      target_layer_ids: layers to listen to; the default of the published drafts when absent.
+      version: 1 for DFlash, 2 for DFlash 2 (convolutions and selector).
+      conv_taps, conv_group_size, selector_rank, selector_top_k: DFlash 2's sizes.
+      windows: attention window of each layer, null for none; all without one when absent.
+      causal: whether a block's tokens see only what is before them.
+      intermediate_size: width of the MLP.
+    """
+
+    path: str | None = None
+    num_layers: Positive = 2
+    block_size: Annotated[int, Field(ge=2)] = 8
+    mask_token_id: int | None = None
+    target_layer_ids: tuple[int, ...] | None = None
+    version: Literal[1, 2] = 2
+    conv_taps: Positive = 2
+    conv_group_size: Positive = 16
+    selector_rank: Positive = 64
+    selector_top_k: Positive = 8
+    windows: tuple[Positive | None, ...] | None = None
+    causal: bool = False
+    intermediate_size: Positive | None = None
+
+
+class InitSection(_Section):
+    """How a fresh draft starts.
+
+    Attributes:
+      fc: "scaled" draws it for features of unit variance, dividing by each feature's measured standard
+        deviation; "plain" draws it for raw features; "last" passes the last layer's features through.
+      layers: "target" copies the target's last layers, "random" draws them.
+      second_tap: start of the convolutions' second tap before a sublayer; 0 is plain DFlash.
+      scale: standard deviation of weights that are drawn, times 1 / sqrt(inputs).
+      feature_sequences: sequences to measure the features on.
+    """
+
+    fc: Literal["plain", "scaled", "last"] = "scaled"
+    layers: Literal["random", "target"] = "target"
+    second_tap: float = 0.0
+    scale: Annotated[float, Field(gt=0)] = 1.0
+    feature_sequences: Positive = 16
+
+
+class DataSection(_Section):
+    """Sequences, as `dflash-jax data generate` writes them.
+
+    Attributes:
+      path: directory of `*.arrayrecord` files.
+      max_length: longer sequences are cut here; all are padded to it.
+      held_out: share of the prompts kept for evaluation.
+      min_answer: sequences with fewer tokens of the target's own are left out.
+      features: directory for computed features, or null to compute them again every time.
+      features_gb: refuse to cache more than this.
+    """
+
+    path: Path
+    max_length: Positive = 512
+    held_out: Fraction = 0.02
+    min_answer: Positive = 2
+    features: Path | None = None
+    features_gb: Annotated[float, Field(gt=0)] = 20.0
+
+
+class LossSection(_Section):
+    """The loss.
+
+    Attributes:
+      gamma: decay along the block; the papers' for the block size when absent.
+      selector_weight: weight of the selector's cross-entropy.
+      unseen: whether tokens that never occur in the data take part in the softmax.
+      frequent: the most frequent tokens, in every step's softmax; null for all.
+      drawn: how many of the other tokens each step draws.
+    """
+
+    gamma: Annotated[float, Field(gt=0)] | None = None
+    selector_weight: Annotated[float, Field(ge=0)] = 1.0
+    unseen: bool = True
+    frequent: Positive | None = None
+    drawn: Annotated[int, Field(ge=0)] = 0
+
+
+class OptimiserSection(_Section):
+    """AdamW and how much data it sees.
+
+    Attributes:
+      steps: optimiser steps of the whole run.
+      sequences: sequences of a step, over all its parts.
+      accumulate: parts that a step is computed in.
+      anchors: anchors of a sequence.
+      learning_rate: its peak.
+      schedule: what follows the warm-up.
+      warmup: share of the steps.
+      final: the learning rate at the end, as a share of the peak ("cosine" and "linear").
+      clip: largest norm of the gradient.
+      weight_decay: of matrices; never of norms, convolution taps and codebooks.
+      beta1, beta2: AdamW's.
+    """
+
+    steps: Positive
+    sequences: Positive = 4
+    accumulate: Positive = 1
+    anchors: Positive = 128
+    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: Fraction = 0.04
+    final: Fraction = 0.0
+    clip: Annotated[float, Field(gt=0)] = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+
+
+class CheckpointSection(_Section):
+    """Checkpoints, under `output`.
+
+    Attributes:
+      every: steps between them.
+      keep: how many of the latest stay.
+    """
+
+    every: Positive = 500
+    keep: Positive = 2
+
+
+class EvalSection(_Section):
+    """Evaluation on held-out sequences, over the whole vocabulary.
+
+    Attributes:
+      every: steps between evaluations by teacher forcing; there is one at the end too.
+      sequences: held-out sequences it runs over, at most.
+      anchors: anchors of each.
+      engine_every: steps between evaluations by the engine, if the caller has one; null for none.
+    """
+
+    every: Positive = 500
+    sequences: Positive = 32
+    anchors: Positive = 32
+    engine_every: Positive | None = None
+
+
+class TrainConfig(_Section):
+    """A training run.
+
+    Attributes:
+      target: the target, as `load_target` takes it.
+      output: directory of checkpoints, metrics, plots and the exported draft.
+      seed: of everything random.
+      dtype: of the computation; weights and optimiser are float32.
+      log_every: steps between lines of metrics.
+    """
+
+    target: str
+    output: Path
+    seed: int = 0
+    dtype: Dtype = "float32"
+    log_every: Positive = 10
+    draft: DraftSection
+    init: InitSection = InitSection()
+    data: DataSection
+    loss: LossSection = LossSection()
+    optimiser: OptimiserSection
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvalSection = EvalSection()

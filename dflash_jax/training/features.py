@@ -1,0 +1,77 @@
+"""The target's hidden states over whole sequences, which a draft is conditioned on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.models.config import TargetConfig
+from dflash_jax.models.target import Extension, extend
+from dflash_jax.models.weights import TargetParams
+
+_BUCKET = 128
+
+
+def run_sequences(
+    params: TargetParams,
+    config: TargetConfig,
+    tokens: Int[Array, "sequences length"],
+    feature_layers: tuple[int, ...] = (),
+) -> Extension:
+    """The target over whole sequences from their first tokens: `extend` with nothing cached."""
+    sequences, length = tokens.shape
+    nothing = jnp.zeros((config.num_layers, 1, 1, config.num_kv_heads, config.head_dim), params.embedding.dtype)
+    context = Context(
+        pages=KeyValues(nothing, nothing),
+        block_table=jnp.full((sequences, 1), -1, jnp.int32),
+        idx_mapping=jnp.arange(sequences, dtype=jnp.int32),
+        lengths=jnp.zeros(sequences, jnp.int32),
+    )
+    q_len = jnp.full((sequences,), length, jnp.int32)
+    return extend(params, config, context, tokens, q_len, feature_layers=feature_layers)
+
+
+def up_to_layer(params: TargetParams, config: TargetConfig, layer: int) -> tuple[TargetParams, TargetConfig]:
+    """The target without the layers after one, for when nothing after it is asked for."""
+    return (
+        params.replace(layers=params.layers[: layer + 1]),
+        dataclasses.replace(config, layers=config.layers[: layer + 1]),
+    )
+
+
+class FeatureExtractor:
+    """Computes features of single sequences.
+
+    Args:
+      params, config: the target.
+    """
+
+    def __init__(self, params: TargetParams, config: TargetConfig):
+        self._params, self._config = params, config
+
+    def __call__(self, tokens: Int[np.ndarray, " tokens"], layers: tuple[int, ...]) -> Float[np.ndarray, "tokens features"]:
+        """Hidden states after the layers, concatenated in their order."""
+        # Padding at the end changes nothing before it: the target is causal.
+        padded = np.pad(tokens, (0, -len(tokens) % _BUCKET))
+        params, config = up_to_layer(self._params, self._config, max(layers))
+        return np.asarray(_features(params, config, jnp.asarray(padded)[None], layers)[0])[: len(tokens)]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 3))
+def _features(params, config, tokens, layers):
+    return run_sequences(params, config, tokens, layers).features
+
+
+def fingerprint(params: TargetParams, config: TargetConfig) -> str:
+    """Hash of a target: its config and every weight."""
+    digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
+    for leaf in jax.tree.leaves(params):
+        digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,0 +1,222 @@
+"""Fresh drafts: their configs, and the weights they start from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.models.config import (
+    ConvConfig,
+    DraftConfig,
+    LayerConfig,
+    SelectorConfig,
+    TargetConfig,
+    check_pair,
+    default_target_layer_ids,
+)
+from dflash_jax.models.weights import (
+    AttentionWeights,
+    ConvWeights,
+    DraftParams,
+    LayerWeights,
+    Linear,
+    MlpWeights,
+    SelectorWeights,
+    TargetParams,
+)
+from dflash_jax.training.config import DraftSection, InitSection
+
+
+def fresh_config(section: DraftSection, target: TargetConfig) -> DraftConfig:
+    """The config of a fresh draft of a target's own shape.
+
+    Raises:
+      ConfigError: sizes that contradict each other or the target, or no mask token.
+    """
+    if section.mask_token_id is None:
+        raise ConfigError("draft.mask_token_id is missing; it must be a token that never occurs in text")
+    windows = section.windows or (None,) * section.num_layers
+    if len(windows) != section.num_layers:
+        raise ConfigError(
+            f"draft.windows has {len(windows)} entries for {section.num_layers} layers; it must have one each"
+        )
+    second = section.version == 2
+    config = DraftConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=section.intermediate_size or target.intermediate_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        layers=tuple(LayerConfig(window=window, causal=section.causal) for window in windows),
+        qk_norm=True,
+        attention_bias=False,
+        block_size=section.block_size,
+        mask_token_id=section.mask_token_id,
+        target_layer_ids=section.target_layer_ids
+        or default_target_layer_ids(target.num_layers, section.num_layers),
+        num_target_layers=target.num_layers,
+        conv=ConvConfig(section.conv_taps, section.conv_group_size) if second else None,
+        selector=SelectorConfig(section.selector_rank, section.selector_top_k) if second else None,
+    )
+    check_pair(target, config)
+    return config
+
+
+def fresh_params(
+    key: Key[Array, ""], config: DraftConfig, section: InitSection, target: TargetParams, target_config: TargetConfig
+) -> DraftParams:
+    """Weights of a fresh draft, float32, for features of unit variance.
+
+    Whatever the section says, a DFlash 2 draft starts with convolutions that do not depend on their input
+    and a selector that leaves the unary scores alone.
+
+    Raises:
+      ConfigError: layers of the target are asked for that the draft cannot take.
+    """
+    keys = jax.random.split(key, config.num_layers + 2)
+    hidden = config.hidden_size
+    copied = section.layers == "target"
+    if copied:
+        sources = target.layers[-config.num_layers :]
+        layers = [_copied_layer(source, config, target_config) for source in sources]
+    else:
+        layers = [_drawn_layer(key, config, section.scale) for key in keys[2:]]
+    convolutions = _fresh_conv(config, section.second_tap)
+    ones = jnp.ones(hidden)
+    return DraftParams(
+        fc=_fresh_fc(keys[0], config, section),
+        hidden_norm=jnp.asarray(sources[0].input_norm, jnp.float32) if copied else ones,
+        layers=tuple(layer.replace(attention_conv=convolutions, mlp_conv=convolutions) for layer in layers),
+        norm=jnp.asarray(target.norm, jnp.float32) if copied else ones,
+        selector=_fresh_selector(keys[1], config),
+    )
+
+
+def _draw(key: Key[Array, ""], inputs: int, outputs: int, scale: float) -> Float[Array, "inputs outputs"]:
+    return jax.random.normal(key, (inputs, outputs)) * (scale / inputs**0.5)
+
+
+def _fresh_fc(key: Key[Array, ""], config: DraftConfig, section: InitSection) -> Float[Array, "features hidden"]:
+    hidden, layers = config.hidden_size, len(config.target_layer_ids)
+    if section.fc == "last":
+        return jnp.eye(layers * hidden, hidden, k=-(layers - 1) * hidden)
+    return _draw(key, layers * hidden, hidden, section.scale)
+
+
+def _fresh_conv(config: DraftConfig, second_tap: float) -> ConvWeights | None:
+    if config.conv is None:
+        return None
+    taps, hidden = config.conv.taps, config.hidden_size
+    base = jnp.zeros((2, taps, hidden)).at[:, 0].set(1.0)
+    if taps > 1:
+        base = base.at[0, 1].set(second_tap)
+    return ConvWeights(base, jnp.zeros((hidden, 2 * taps * (hidden // config.conv.group_size))))
+
+
+def _fresh_selector(key: Key[Array, ""], config: DraftConfig) -> SelectorWeights | None:
+    if config.selector is None:
+        return None
+    codes, projection = jax.random.split(key)
+    shape = (config.vocab_size, config.selector.rank)
+    return SelectorWeights(
+        predecessor_codebook=jax.random.normal(codes, shape),
+        successor_codebook=jnp.zeros(shape),
+        hidden_projection=_draw(projection, config.hidden_size, config.selector.rank, 1.0),
+    )
+
+
+def _drawn_layer(key: Key[Array, ""], config: DraftConfig, scale: float) -> LayerWeights:
+    keys = jax.random.split(key, 7)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, cached = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+
+    def drawn(index: int, inputs: int, outputs: int) -> Linear:
+        return Linear(_draw(keys[index], inputs, outputs, scale))
+
+    return LayerWeights(
+        input_norm=jnp.ones(hidden),
+        attention=AttentionWeights(
+            q_proj=drawn(0, hidden, queries),
+            k_proj=drawn(1, hidden, cached),
+            v_proj=drawn(2, hidden, cached),
+            o_proj=drawn(3, queries, hidden),
+            q_norm=jnp.ones(config.head_dim),
+            k_norm=jnp.ones(config.head_dim),
+        ),
+        post_attention_norm=jnp.ones(hidden),
+        mlp=MlpWeights(drawn(4, hidden, inner), drawn(5, hidden, inner), drawn(6, inner, hidden)),
+    )
+
+
+def _copied_layer(source: LayerWeights, config: DraftConfig, target: TargetConfig) -> LayerWeights:
+    """A layer of the target as a layer of the draft, without biases."""
+    if not isinstance(source.mlp, MlpWeights):
+        raise ConfigError(
+            "init.layers is 'target', but the target's last layers are mixtures of experts, which a draft does not "
+            "have; set it to 'random'"
+        )
+    if config.intermediate_size > target.intermediate_size:
+        raise ConfigError(
+            f"init.layers is 'target', but draft.intermediate_size {config.intermediate_size} is more than the "
+            f"target's {target.intermediate_size}; make it smaller, or set init.layers to 'random'"
+        )
+    source = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), source)
+    dense, attention = source.mlp, source.attention
+    strength = jnp.linalg.norm(dense.up_proj.weight, axis=0) * jnp.linalg.norm(dense.down_proj.weight, axis=1)
+    kept = jnp.sort(jnp.argsort(-strength)[: config.intermediate_size])
+    q_norm, k_norm = (
+        norm if norm is not None else _typical_norm(source.input_norm, projection.weight, config.head_dim)
+        for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj))
+    )
+    return LayerWeights(
+        input_norm=source.input_norm,
+        attention=AttentionWeights(
+            q_proj=Linear(attention.q_proj.weight),
+            k_proj=Linear(attention.k_proj.weight),
+            v_proj=Linear(attention.v_proj.weight),
+            o_proj=Linear(attention.o_proj.weight),
+            q_norm=q_norm,
+            k_norm=k_norm,
+        ),
+        post_attention_norm=source.post_attention_norm,
+        mlp=MlpWeights(
+            Linear(dense.gate_proj.weight[:, kept]),
+            Linear(dense.up_proj.weight[:, kept]),
+            Linear(dense.down_proj.weight[kept]),
+        ),
+    )
+
+
+def _typical_norm(
+    input_norm: Float[Array, " hidden"], projection: Float[Array, "hidden outputs"], head_dim: int
+) -> Float[Array, " head_dim"]:
+    """A draft normalises each head's queries and keys; this gives them back the size they have in the target."""
+    size = jnp.sqrt(jnp.mean(jnp.sum(jnp.square(input_norm[:, None] * projection), axis=0)))
+    return jnp.full(head_dim, size)
+
+
+def feature_scale(samples: list[Float[np.ndarray, "tokens features"]]) -> Float[np.ndarray, " features"]:
+    """Each feature's standard deviation about zero.
+
+    Features differ by a factor of a thousand, and one optimiser step moves every weight equally far: training
+    runs on features divided by this, and `unscale_features` puts it into `fc` afterwards. First tokens are left
+    out, whose hidden states many targets use as an attention sink and blow up.
+    """
+    together = np.concatenate([sample[1:].astype(np.float32) for sample in samples])
+    return np.maximum(np.sqrt(np.mean(np.square(together), axis=0)), 1e-6).astype(np.float32)
+
+
+def scale_features(params: DraftParams, scale: Float[Array, " features"]) -> DraftParams:
+    """A draft for raw features as one for features divided by `scale`."""
+    return params.replace(fc=params.fc * scale[:, None])
+
+
+def unscale_features(params: DraftParams, scale: Float[Array, " features"]) -> DraftParams:
+    """A draft for features divided by `scale` as one for raw features."""
+    return params.replace(fc=params.fc / scale[:, None])
