@@ -30,7 +30,7 @@ vacate = jax.jit(row_ops.vacate)
 
 
 @jax.jit
-def open_slot(slots: Slots, slot: int, entry: Slots) -> Slots:
+def open_slot(slots: Slots, slot: row_ops.Index, entry: Slots) -> Slots:
     """The slots with one of them overwritten, every field, by `entry`: nothing of its last owner is left."""
     return jax.tree.map(lambda all_, one: all_.at[slot].set(one), slots, entry)
 

@@ -1,10 +1,10 @@
-"""The engine: admit, prefill, run rounds, hand out what came of it."""
+"""The engine as its users see it: requests in, updates and completions out, snapshots."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,82 +13,27 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
-from dflash_jax.checkpoints import Tokenizer, load_draft, load_target
-from dflash_jax.engine import device, scheduler
-from dflash_jax.engine.config import EngineConfig, EngineSetup, parse
-from dflash_jax.engine.invariants import MEANING, Violation
-from dflash_jax.engine.pages import check_pages_conserved, empty_pool
-from dflash_jax.engine.request import Completion, FinishReason, Progress, Request, SamplingParams, Update, metrics_of
-from dflash_jax.engine.scheduler import Chunk, HostState
-from dflash_jax.engine.state import EngineState, Models, Rows, init_state
-from dflash_jax.engine.steps import Report
-from dflash_jax.engine.text import TextStream
-from dflash_jax.errors import ConfigError, InvariantError, RequestError
-from dflash_jax.kernels.block_attention import Implementation
-from dflash_jax.models.config import check_pair
+from dflash_jax.checkpoints import load_draft, load_target
+from dflash_jax.engine import scheduler
+from dflash_jax.engine import snapshot as snapshots
+from dflash_jax.engine.admission import make_request
+from dflash_jax.engine.config import EngineSetup, parse
+from dflash_jax.engine.core import Core
+from dflash_jax.engine.outbox import Outbox
+from dflash_jax.engine.request import Completion, Progress, Request, SamplingParams, Update
+from dflash_jax.engine.scheduler import HostState
+from dflash_jax.engine.state import Models
+from dflash_jax.errors import CheckpointError, ConfigError, RequestError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages."""
 
-_NO_LIMIT = np.iinfo(np.int32).max
 
+class Engine(Core):
+    """Generates for many requests at once, drafting for each from its own context."""
 
-class Engine:
-    """Generates for many requests at once, drafting for each from its own context.
-
-    `state` is the whole device state and `host` the whole host state; both are immutable values that
-    may be read, kept and compared at any time between steps. With `donate=False` in the config old
-    device states stay readable too.
-    """
-
-    def __init__(
-        self,
-        models: Models,
-        config: EngineConfig | None = None,
-        *,
-        tokenizer: Tokenizer | None = None,
-        k: int | None = None,
-        max_context: int | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-        implementation: Implementation | None = None,
-    ):
-        """Makes an engine with no requests in it.
-
-        Args:
-          models: the target and, to speculate, the draft.
-          config: sizes and habits.
-          tokenizer: for text prompts and text output.
-          k: tokens to draft in each round; the trained block_size - 1 by default.
-          max_context: requests whose context grows past this many tokens go on without drafting.
-          clock: seconds, for the metrics.
-          implementation: see `block_attention`.
-
-        Raises:
-          ConfigError: target and draft do not fit each other.
-        """
-        self.models = models
-        self.config = config or EngineConfig()
-        self.tokenizer = tokenizer
-        self.k = 0
-        if models.draft_config is not None:
-            check_pair(models.target_config, models.draft_config)
-            self.k = k if k is not None else models.draft_config.block_size - 1
-        elif k is not None:
-            raise ConfigError(f"draft.k is {k}, but there is no draft to propose tokens")
-        self.draft_limit = max_context if max_context is not None else _NO_LIMIT
-        self.implementation: Implementation | None = implementation
-        self.state: EngineState = init_state(
-            models,
-            rows=1,
-            slots=self.config.max_slots,
-            num_pages=self.config.pool_pages,
-            page_size=self.config.page_size,
-            max_model_len=self.config.max_model_len,
-        )
-        self.host = HostState((), (), empty_pool(self.config.pool_pages, self.config.page_size), self.config.max_slots)
-        self._clock = clock
-        self._next_id = 0
-        self._texts: dict[str, TextStream] = {}
+    setup: EngineSetup | None = None
+    """What `from_config` was given, so that a snapshot can be restored without naming the models again."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | EngineSetup | str | Path) -> Engine:
@@ -103,17 +48,14 @@ class Engine:
         setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, *_read(config))
         target = load_target(setup.target.path, setup.engine.dtype)
         models = Models(target.params, target.config)
-        if setup.draft is None:
-            return cls(models, setup.engine, tokenizer=target.tokenizer)
-        draft = load_draft(setup.draft.path, setup.engine.dtype, setup.draft.mask_token_id)
-        models = models.replace(draft=draft.params, draft_config=draft.config)
-        return cls(
-            models,
-            setup.engine,
-            tokenizer=target.tokenizer,
-            k=setup.draft.k,
-            max_context=setup.draft.max_context,
-        )
+        k = max_context = None
+        if setup.draft is not None:
+            draft = load_draft(setup.draft.path, setup.engine.dtype, setup.draft.mask_token_id)
+            models = models.replace(draft=draft.params, draft_config=draft.config)
+            k, max_context = setup.draft.k, setup.draft.max_context
+        engine = cls(models, setup.engine, tokenizer=target.tokenizer, k=k, max_context=max_context)
+        engine.setup = setup
+        return engine
 
     # Requests in and out.
 
@@ -141,11 +83,21 @@ class Engine:
             self._next_id += 1
         if any(p.request.id == request_id for p in (*self.host.waiting, *self.host.running)):
             raise RequestError(f"request id {request_id!r} is in flight already; ids must be unique")
-        request = self._request(request_id, self.tokenize(prompt), sampling)
+        request = make_request(
+            request_id,
+            self.tokenize(prompt),
+            sampling,
+            target=self.models.target_config,
+            config=self.config,
+            has_tokenizer=self.tokenizer is not None,
+        )
         progress = Progress(request, arrived=self._clock(), fallback=self._fallback_of(request))
-        self.host = dataclasses.replace(self.host, waiting=(*self.host.waiting, progress))
-        if self.tokenizer is not None:
-            self._texts[request_id] = TextStream(self.tokenizer, sampling.stop)
+        self.host = dataclasses.replace(
+            self.host,
+            waiting=(*self.host.waiting, progress),
+            fallbacks=self.host.fallbacks + (progress.fallback is not None),
+        )
+        self._outbox.open(request)
         return request_id
 
     def abort(self, request_id: str) -> Completion:
@@ -156,13 +108,9 @@ class Engine:
         """
         for progress in (*self.host.waiting, *self.host.running):
             if progress.request.id == request_id:
-                return self._finish(progress, "abort")
+                self._remove(progress)
+                return self._outbox.close(progress, "abort", deliver=False)
         raise RequestError(f"no request {request_id!r} is in flight, so it cannot be aborted")
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is in flight."""
-        return bool(self.host.waiting or self.host.running)
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt.
@@ -177,29 +125,6 @@ class Engine:
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
         return tuple(self.tokenizer.apply_chat(prompt))  # type: ignore[arg-type]
-
-    def step(self) -> tuple[Update, ...]:
-        """Admits, prefills, runs rounds; returns what each request got.
-
-        Raises:
-          InvariantError: an invariant is violated and the engine is strict.
-        """
-        updates: dict[str, Update] = {}
-        self._admit()
-        self._reserve_pages()
-        decodes = [p.slot for p in self.host.running if p.decoding and p.slot is not None]
-        chunks, width = scheduler.chunks(self.host, budget=self.config.prefill_chunk)
-        rows = device.arrange(self.state.rows, decodes, [chunk.slot for chunk in chunks], self.config.max_slots)
-        prefilled = self._prefill(rows, len(decodes), chunks, width) if chunks else None
-        decoded = self._decode(rows, len(decodes)) if decodes else None
-        self.state = self.state.replace(rows=rows)
-        if prefilled is not None:
-            self._absorb_prefill(chunks, *prefilled, updates)
-        if decoded is not None:
-            self._absorb_rounds(*decoded, updates)
-        self._publish()
-        check_pages_conserved(self.host.pool, (p.pages for p in self.host.running))
-        return tuple(updates.values())
 
     # Whole generations.
 
@@ -233,32 +158,63 @@ class Engine:
             for request_id in unfinished:
                 self.abort(request_id)
 
-    # Requests.
+    # Snapshots.
 
-    def _request(self, request_id: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Request:
-        """Checks a request against what the engine can ever serve."""
-        vocab, longest, pool = self.models.target_config.vocab_size, self.config.max_model_len, self.host.pool
-        if not prompt:
-            raise RequestError("the prompt is empty; it must have at least one token")
-        outside = [token for token in prompt if not 0 <= token < vocab]
-        if outside:
-            raise RequestError(f"prompt token {outside[0]} is outside the vocabulary of {vocab} tokens")
-        if len(prompt) >= longest:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, which leaves no room to answer in engine.max_model_len {longest}"
+    def snapshot(self, directory: str | Path) -> None:
+        """Saves everything but the weights, in the middle of whatever goes on, replacing an older snapshot there."""
+        now = self._clock()
+        host = scheduler.shift_times(self.host, -now)
+        setup = None if self.setup is None else self.setup.model_dump()
+        saved = snapshots.HostSnapshot(host, self._next_id, setup, snapshots.shapes(self.state))
+        snapshots.save(Path(directory), self.state, saved)
+
+    @classmethod
+    def restore(cls, directory: str | Path, engine: Engine | None = None) -> Engine:
+        """An engine that goes on where the snapshot was taken: the same tokens, the same drafted blocks.
+
+        Args:
+          directory: the snapshot.
+          engine: an engine of the same models and config, whose requests are replaced; by default the
+            models are loaded from what the snapshot's engine was configured with.
+
+        Raises:
+          CheckpointError: there is no complete snapshot, or it is of an engine of other sizes.
+        """
+        saved = snapshots.load_host(Path(directory))
+        if engine is None:
+            if saved.setup is None:
+                raise CheckpointError(
+                    f"{directory} is the snapshot of an engine that was not made by from_config; "
+                    "give restore() an engine with its models"
+                )
+            engine = cls.from_config(saved.setup)
+        rows = saved.shape_of[".rows.idx_mapping"][0]
+        like = engine._empty_state(rows)
+        if snapshots.shapes(like) != saved.shape_of:
+            different = next(
+                name for name, shape in snapshots.shapes(like).items() if shape != saved.shape_of.get(name)
             )
-        if sampling.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and the model has none; use stop_token_ids instead")
-        own = () if sampling.ignore_eos else self.models.target_config.eos_token_ids
-        stop_tokens = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
-        request = Request(request_id, prompt, sampling, stop_tokens, min(sampling.max_tokens, longest - len(prompt)))
-        needed = scheduler.pages_for(request.longest, pool.page_size)
-        if needed > pool.num_pages:
-            raise RequestError(
-                f"the request may grow to {request.longest} tokens, which is {needed} pages of {pool.page_size}, but "
-                f"the whole pool has {pool.num_pages} (engine.num_pages)"
+            raise CheckpointError(
+                f"{directory} is the snapshot of another engine: its state{different} is "
+                f"{saved.shape_of.get(different)}, this engine's is {snapshots.shapes(like)[different]}"
             )
-        return request
+        engine.state = snapshots.load_state(Path(directory), like)
+        engine._resume(scheduler.shift_times(saved.host, engine._clock()), saved.next_id)
+        return engine
+
+    def fork(self) -> Engine:
+        """A second engine in the same state; from here on the two are independent."""
+        twin = copy.copy(self)
+        twin.state = jax.tree.map(jnp.copy, self.state) if self.config.donate else self.state
+        twin._resume(self.host, self._next_id)
+        return twin
+
+    def _resume(self, host: HostState, next_id: int) -> None:
+        self.host, self._next_id, self._outbox = host, next_id, Outbox(self.tokenizer)
+        for progress in (*host.running, *host.waiting):
+            self._outbox.open(progress.request, progress.emitted)
+
+    # Requests.
 
     def _fallback_of(self, request: Request) -> str | None:
         """Why a request never drafts, if so."""
@@ -269,191 +225,6 @@ class Engine:
         if len(request.prompt) > self.draft_limit:
             return f"its prompt of {len(request.prompt)} tokens is past draft.max_context {self.draft_limit}"
         return None
-
-    def _speculates(self, progress: Progress) -> bool:
-        return self.k > 0 and progress.fallback is None
-
-    def _running(self, slot: int) -> Progress | None:
-        return next((p for p in self.host.running if p.slot == slot), None)
-
-    # The parts of a step.
-
-    def _admit(self) -> None:
-        self.host, admitted = scheduler.admit(self.host, prefix_cache=self.config.prefix_cache)
-        rows, slots = self.state.rows, self.state.slots
-        for progress in admitted:
-            entry = device.slot_entry(progress, self.config.slot_pages, self.draft_limit, self._speculates(progress))
-            slots = device.open_slot(slots, progress.slot, entry)
-            live = int(np.sum(np.asarray(rows.idx_mapping) >= 0))
-            rows = device.resize(rows, scheduler.bucket(live + 1, 1, self.config.max_slots))
-            rows = device.assign(rows, live, progress.slot)
-        self.state = self.state.replace(rows=rows, slots=slots)
-
-    def _reserve_pages(self) -> None:
-        """Pages for whatever the next rounds may commit; the newest requests make room if there are none."""
-        before = {p.slot: p.pages for p in self.host.running}
-        self.host, preempted = scheduler.reserve(self.host, self.config.rounds_per_step * (1 + self.k))
-        for progress in preempted:
-            self._leave_row(progress)
-        changed = [p for p in self.host.running if p.pages != before[p.slot]]
-        if changed:
-            table = np.array(self.state.slots.block_table)
-            for progress in changed:
-                table[progress.slot, : len(progress.pages)] = progress.pages
-            self.state = self.state.replace(slots=self.state.slots.replace(block_table=jnp.asarray(table)))
-
-    def _prefill(self, rows: Rows, first_row: int, chunks: tuple[Chunk, ...], width: int) -> tuple[np.ndarray, Report]:
-        part = device.part(rows, first_row, scheduler.bucket(len(chunks), 1, self.config.max_slots))
-        mapping = np.array(part.idx_mapping)
-        run = device.run_prefill_donated if self.config.donate else device.run_prefill
-        self.state, report = run(
-            self.models,
-            self.state.replace(rows=part),
-            *device.prefill_batch(mapping, chunks, width),
-            implementation=self.implementation,
-        )
-        return mapping, report
-
-    def _decode(self, rows: Rows, count: int) -> tuple[np.ndarray, Report]:
-        part = device.part(rows, 0, scheduler.bucket(count, 1, self.config.max_slots))
-        mapping = np.array(part.idx_mapping)
-        run = device.run_decode_donated if self.config.donate else device.run_decode
-        self.state, report = run(
-            self.models,
-            self.state.replace(rows=part),
-            drafts=self.k if any(p.decoding and self._speculates(p) for p in self.host.running) else 0,
-            rounds=self.config.rounds_per_step,
-            implementation=self.implementation,
-        )
-        return mapping, report
-
-    def _absorb_prefill(
-        self, chunks: tuple[Chunk, ...], mapping: np.ndarray, report: Report, updates: dict[str, Update]
-    ) -> None:
-        report, now = jax.device_get(report), self._clock()
-        row_of = {int(slot): row for row, slot in enumerate(mapping)}
-        for chunk in chunks:
-            row, progress = row_of[chunk.slot], self._running(chunk.slot)
-            assert progress is not None
-            progress = dataclasses.replace(progress, computed=progress.computed + len(chunk.tokens))
-            self.host = scheduler.replace_running(self.host, progress)
-            if self._holds(progress, int(report.violation[row]), int(report.position[row]), updates):
-                tokens = np.asarray(report.tokens)[row, : report.produced[row]]
-                self._emit(progress, tokens, bool(report.finished[row]), bool(report.stopped[row]), now, updates)
-
-    def _absorb_rounds(self, mapping: np.ndarray, report: Report, updates: dict[str, Update]) -> None:
-        report, now = jax.device_get(report), self._clock()
-        for done in range(report.produced.shape[0]):
-            for row, slot in enumerate(mapping):
-                progress = self._running(int(slot))
-                produced, violation = int(report.produced[done, row]), int(report.violation[done, row])
-                if progress is None or not (produced or violation):
-                    continue
-                block = tuple(int(token) for token in report.drafts[done, row, : report.drafted[done, row]])
-                progress = dataclasses.replace(
-                    progress,
-                    computed=progress.computed + produced,
-                    produced_per_round=(*progress.produced_per_round, produced),
-                    drafted_blocks=(*progress.drafted_blocks, block),
-                )
-                if self._speculates(progress) and not block and not violation:
-                    reason = f"its context of {progress.computed} tokens is past draft.max_context {self.draft_limit}"
-                    progress = dataclasses.replace(progress, fallback=reason)
-                    self.host = dataclasses.replace(self.host, fallbacks=self.host.fallbacks + 1)
-                self.host = scheduler.replace_running(self.host, progress)
-                if self._holds(progress, violation, int(report.position[done, row]), updates):
-                    tokens = np.asarray(report.tokens)[done, row, :produced]
-                    finished, stopped = bool(report.finished[done, row]), bool(report.stopped[done, row])
-                    self._emit(progress, tokens, finished, stopped, now, updates)
-
-    def _holds(self, progress: Progress, violation: int, position: int, updates: dict[str, Update]) -> bool:
-        """Whether the request's invariants hold; it is failed by name if not."""
-        if violation == 0 and position != progress.computed:
-            violation = Violation.position_monotone
-        if violation == 0:
-            return True
-        broken = Violation(violation)
-        message = f"{broken.name} is violated: {MEANING[broken]}, and request {progress.request.id!r} broke it"
-        if self.config.strict:
-            raise InvariantError(message)
-        completion = self._finish(progress, "error", message)
-        updates[completion.id] = Update(completion.id, (), None, completion)
-        return False
-
-    def _emit(
-        self,
-        progress: Progress,
-        tokens: np.ndarray,
-        finished: bool,
-        stopped: bool,
-        now: float,
-        updates: dict[str, Update],
-    ) -> None:
-        """Hands new tokens out, up to a stop string, and finishes the request if it is done."""
-        if not len(tokens):
-            return
-        request_id, text = progress.request.id, None
-        new = tuple(int(token) for token in tokens)
-        stream = self._texts.get(request_id)
-        if stream is not None:
-            text = ""
-            for count, token in enumerate(new, start=1):
-                piece, complete = stream.push(token)
-                text += piece
-                if complete:
-                    new, finished, stopped = new[:count], True, True
-                    break
-        progress = dataclasses.replace(
-            progress,
-            emitted=progress.emitted + new,
-            first_token=now if progress.first_token is None else progress.first_token,
-            last_token=now,
-        )
-        self.host = scheduler.replace_running(self.host, progress)
-        completion = self._finish(progress, "stop" if stopped else "length") if finished else None
-        before = updates.get(request_id)
-        if before is not None:
-            new, text = before.token_ids + new, None if text is None else (before.text or "") + text
-        updates[request_id] = Update(request_id, new, text, completion)
-
-    def _publish(self) -> None:
-        if not self.config.prefix_cache:
-            return
-        for progress in self.host.running:
-            # Pages of a request that does not draft lack the draft's half: nobody may be handed those.
-            if self.k == 0 or progress.fallback is None:
-                self.host = scheduler.publish_pages(self.host, progress)
-
-    def _finish(self, progress: Progress, reason: FinishReason, error: str | None = None) -> Completion:
-        """Takes a request out of the engine."""
-        if progress.slot is None:
-            waiting = tuple(p for p in self.host.waiting if p.request.id != progress.request.id)
-            self.host = dataclasses.replace(self.host, waiting=waiting)
-        else:
-            self.host = scheduler.remove(self.host, progress)
-            self._leave_row(progress)
-        stream = self._texts.pop(progress.request.id, None)
-        if stream is not None and reason != "stop":
-            stream.finish()
-        return Completion(
-            id=progress.request.id,
-            prompt_tokens=len(progress.request.prompt),
-            token_ids=progress.emitted,
-            text=None if stream is None else stream.text,
-            finish_reason=reason,
-            error=error,
-            fallback=progress.fallback,
-            metrics=metrics_of(progress),
-            produced_per_round=progress.produced_per_round,
-            drafted_blocks=progress.drafted_blocks,
-        )
-
-    def _leave_row(self, progress: Progress) -> None:
-        """Empties a request's row and condenses the batch."""
-        rows = device.condense(device.vacate(self.state.rows, progress.slot))
-        live = len(self.host.running)
-        rows = device.resize(rows, scheduler.bucket(max(live, 1), 1, self.config.max_slots))
-        self.state = self.state.replace(rows=rows)
 
 
 def _read(config: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:

@@ -7,6 +7,9 @@ from jaxtyping import Array, Bool, Int
 
 from dflash_jax.engine.state import Rows
 
+Index = int | Int[Array, ""]
+"""A row or slot number; traced inside a jitted operation."""
+
 
 def condense(rows: Rows) -> Rows:
     """Live rows to the front, in the order they have."""
@@ -23,13 +26,13 @@ def split(rows: Rows, first: Bool[Array, " slots"]) -> Rows:
     return _reorder(rows, rank)
 
 
-def swap(rows: Rows, a: int, b: int) -> Rows:
+def swap(rows: Rows, a: Index, b: Index) -> Rows:
     """Rows a and b exchanged."""
     order = jnp.arange(rows.idx_mapping.shape[0]).at[jnp.array([a, b])].set(jnp.array([b, a]))
     return Rows(rows.idx_mapping[order])
 
 
-def part(rows: Rows, first: int, size: int) -> Rows:
+def part(rows: Rows, first: Index, size: int) -> Rows:
     """`size` rows from row `first` on, as a batch of their own; empty rows follow where there are no more."""
     order = first + jnp.arange(size)
     return Rows(jnp.take(rows.idx_mapping, order, mode="fill", fill_value=-1))
@@ -44,12 +47,12 @@ def resize(rows: Rows, size: int) -> Rows:
     return part(rows, 0, size)
 
 
-def assign(rows: Rows, row: int, slot: int) -> Rows:
+def assign(rows: Rows, row: Index, slot: Index) -> Rows:
     """The batch with `slot` in `row`; -1 empties the row."""
     return Rows(rows.idx_mapping.at[row].set(slot))
 
 
-def vacate(rows: Rows, slot: int) -> Rows:
+def vacate(rows: Rows, slot: Index) -> Rows:
     """The batch without `slot`, its row left empty."""
     return Rows(jnp.where(rows.idx_mapping == slot, -1, rows.idx_mapping))
 

@@ -147,30 +147,29 @@ def remove(host: HostState, progress: Progress) -> HostState:
     )
 
 
-def chunks(host: HostState, *, budget: int, smallest: int = 16) -> tuple[tuple[Chunk, ...], int]:
+def chunks(host: HostState, *, budget: int) -> tuple[tuple[Chunk, ...], int]:
     """The prompts' next pieces, oldest request first.
 
     Args:
       host: the host's state.
       budget: tokens to run at once, padding included.
-      smallest: narrowest chunk width.
 
     Returns:
-      The chunks and their common padded width, a power of two times `smallest` or the budget.
+      The chunks and their common padded width: a quarter of the budget, or all of it for one long
+      piece. Two widths keep the number of compiled programs small.
     """
     chosen: list[Chunk] = []
-    width = 0
+    narrow = max(1, budget // 4)
+    width = narrow
     for progress in host.running:
-        if progress.decoding or progress.computed >= len(progress.to_run):
+        if progress.computed >= len(progress.to_run) or progress.slot is None:
             continue
         tokens = progress.to_run[progress.computed : progress.computed + budget]
-        new_width = max(width, bucket(len(tokens), smallest, budget))
-        if chosen and new_width * bucket(len(chosen) + 1, 1, host.max_slots) > budget:
+        if chosen and (len(tokens) > width or width * bucket(len(chosen) + 1, 1, host.max_slots) > budget):
             break
-        width = new_width
+        width = narrow if len(tokens) <= narrow else budget
         last = progress.computed + len(tokens) == len(progress.to_run)
-        known_next = progress.emitted[-1] if progress.emitted else None
-        chosen.append(Chunk(progress.slot, tokens, last, known_next))  # type: ignore[arg-type]
+        chosen.append(Chunk(progress.slot, tokens, last, progress.emitted[-1] if progress.emitted else None))
     return tuple(chosen), width
 
 
@@ -192,3 +191,14 @@ def publish_pages(host: HostState, progress: Progress) -> HostState:
     pool = publish(host.pool, progress.pages[progress.shared : full], hashes[progress.shared :])
     host = dataclasses.replace(host, pool=pool)
     return replace_running(host, dataclasses.replace(progress, shared=full))
+
+
+def shift_times(host: HostState, seconds: float) -> HostState:
+    """The state as on a clock that is that much ahead."""
+
+    def shift(progress: Progress) -> Progress:
+        times = {name: getattr(progress, name) for name in ("arrived", "first_token", "last_token")}
+        return dataclasses.replace(progress, **{name: t + seconds for name, t in times.items() if t is not None})
+
+    waiting, running = (tuple(map(shift, group)) for group in (host.waiting, host.running))
+    return dataclasses.replace(host, waiting=waiting, running=running)

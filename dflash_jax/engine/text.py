@@ -16,6 +16,7 @@ class TextStream:
         self._stop = stop
         self._held = ""
         self._released: list[str] = []
+        self._stopped = False
 
     @property
     def text(self) -> str:
@@ -27,11 +28,14 @@ class TextStream:
         self._held += self._detokenizer.push(token)
         found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
         if found:
+            self._stopped = True
             return self._release(min(found)), True
         return self._release(len(self._held) - self._longest_beginning()), False
 
     def finish(self) -> str:
-        """The text that was held back, now that no more comes."""
+        """The text that was held back, now that no more comes; none after a stop string."""
+        if self._stopped:
+            return ""
         self._held += self._detokenizer.finish()
         return self._release(len(self._held))
 

@@ -1,0 +1,1 @@
+"""Batch generation from a config: read, run, write, resume, report."""

@@ -52,7 +52,7 @@ class JobConfig(EngineSetup):
     Relative paths are relative to the current directory, as everywhere on a command line.
     """
 
-    sampling: dict[str, Any] = {}
+    sampling: dict[str, Any] = Field(default_factory=dict)
     input: InputFile
     output: OutputFile
     report: ReportConfig = ReportConfig()
@@ -66,7 +66,10 @@ class JobConfig(EngineSetup):
         """The settings that shape the answers; rows made under different ones do not belong in one file."""
         return {
             "target.path": self.target.path,
-            **{f"draft.{name}": getattr(self.draft, name, None) for name in ("path", "k", "mask_token_id", "max_context")},
+            **{
+                f"draft.{name}": getattr(self.draft, name, None)
+                for name in ("path", "k", "mask_token_id", "max_context")
+            },
             "engine.max_model_len": self.engine.max_model_len,
             "engine.dtype": self.engine.dtype,
             **{f"sampling.{name}": _plain(value) for name, value in vars(self.defaults).items()},

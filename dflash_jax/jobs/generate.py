@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from dflash_jax.engine import Completion, Engine
-from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.errors import ConfigError, DflashError, RequestError
 from dflash_jax.jobs import summary
 from dflash_jax.jobs.compare import check_lossless, compare_plain
 from dflash_jax.jobs.config import JobConfig
@@ -44,18 +44,31 @@ def run_job(
       load: makes the engine, once there is something to run.
 
     Raises:
-      ConfigError, CheckpointError: it cannot be run; nothing was written.
+      ConfigError, CheckpointError: it cannot be run; no answer was written.
       InvariantError: the engine is strict and an invariant is violated; all rows written so far stay.
     """
     total = count_lines(config.input.path)
     _check_paths(config)
     with RowFile(config.output.path) as output:
-        if overwrite:
-            output.clear()
-        elif output.done:
-            summary.check_identity(config.output.path, config.identity())
-        job = _Job(config, output, stop or Stop(), screen or Screen(), load)
-        return job.run(total)
+        earlier = summary.read_summary(config.output.path) if output.done and not overwrite else {}
+        summary.check_identity(config.output.path, earlier, config.identity())
+        # An idle Stop is false, so `or` would not do.
+        job = _Job(config, output, earlier, Stop() if stop is None else stop, screen or Screen(), load)
+        try:
+            if overwrite:
+                job.start_anew()
+            return job.run(total)
+        except DflashError:
+            with contextlib.suppress(DflashError):
+                job.save("failed")
+            raise
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise DflashError(
+                "the device has not enough memory for this job; give it a smaller engine.num_pages, "
+                "engine.max_slots or engine.prefill_chunk, or engine.dtype bfloat16"
+            ) from error
 
 
 def _check_paths(config: JobConfig) -> None:
@@ -66,34 +79,70 @@ def _check_paths(config: JobConfig) -> None:
 
 class _Job:
     def __init__(
-        self, config: JobConfig, output: RowFile, stop: Stop, screen: Screen, load: Callable[[JobConfig], Engine]
+        self,
+        config: JobConfig,
+        output: RowFile,
+        earlier: Mapping[str, Any],
+        stop: Stop,
+        screen: Screen,
+        load: Callable[[JobConfig], Engine],
     ):
+        self._earlier = earlier
         self._config, self._output, self._stop, self._screen = config, output, stop, screen
-        self._load, self._engine = load, None  # type: Callable[[JobConfig], Engine], Engine | None
+        self._load = load
+        self._engine: Engine | None = None
         self._in_flight: dict[str, Item] = {}
         self._refused: set[str] = set()
         self._sample: list[Item] = []
         self._begin = time.perf_counter()
-        self._run = {"requests": 0, "output_tokens": 0, "seconds": 0.0, "tokens_per_s": None}
+        self._requests = self._tokens = 0
+        self._seconds = 0.0
+
+    def start_anew(self) -> None:
+        """Forgets the rows of earlier runs, but not before it is clear that the job can run."""
+        self._loaded()
+        self._output.clear()
 
     def run(self, total: int) -> dict[str, Any]:
+        """Runs what is missing and returns the summary."""
         config, output = self._config, self._output
-        self._save("running", {})
         with self._screen.progress(total):
             self._generate()
-            if self._engine is not None:
-                seconds = time.perf_counter() - self._begin
-                self._run["seconds"] = round(seconds, 3)
-                self._run["tokens_per_s"] = round(self._run["output_tokens"] / seconds, 3)
+            self._seconds = time.perf_counter() - self._begin
         if not self._stop:
             output.keep_refusals(self._refused)
-        rest: dict[str, Any] = {"device": jax.devices()[0].device_kind if self._engine is not None else None}
+        comparison = None
         if config.report.compare_plain and not self._stop and self._sample:
             self._screen.note("comparing with plain decoding")
-            rest["compare_plain"] = compare_plain(self._loaded(), self._sample)
-        found = self._save("stopped" if self._stop else "finished", rest)
-        if "compare_plain" in found:
-            check_lossless(found["compare_plain"], config.engine.dtype)
+            comparison = compare_plain(self._loaded(), self._sample)
+        found = self.save("stopped" if self._stop else "finished", comparison)
+        if comparison is not None:
+            check_lossless(comparison, config.engine.dtype)
+        return found
+
+    def save(self, status: str, comparison: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Writes the summary as of now, and returns it."""
+        runs = list(self._earlier.get("runs", ()))
+        if self._requests:
+            run = {
+                "requests": self._requests,
+                "output_tokens": self._tokens,
+                "seconds": round(self._seconds, 3),
+                "tokens_per_s": round(self._tokens / self._seconds, 3) if self._seconds else None,
+                "device": jax.devices()[0].device_kind,
+                "versions": summary.versions(),
+            }
+            runs.append(run)
+        found = {
+            "status": status,
+            "output": self._config.output.path,
+            **summary.figures(self._output.rows()),
+            "compare_plain": comparison or self._earlier.get("compare_plain"),
+            "runs": runs,
+            "settings": self._config.identity(),
+            "config": self._config.model_dump(mode="json"),
+        }
+        summary.write_summary(self._config.output.path, found)
         return found
 
     def _generate(self) -> None:
@@ -116,7 +165,7 @@ class _Job:
             if not self._in_flight:
                 return
             for update in self._loaded().step():
-                self._run["output_tokens"] += len(update.token_ids)
+                self._tokens += len(update.token_ids)
                 self._screen.tokens(len(update.token_ids))
                 if update.completion is not None:
                     self._finish(self._in_flight.pop(update.id), update.completion)
@@ -125,7 +174,8 @@ class _Job:
         if self._engine is None:
             self._screen.note(f"loading {self._config.target.path}")
             self._engine = self._load(self._config)
-            self._screen.note(self._screen.describe(self._engine))
+            self._screen.loaded(self._engine)
+            self.save("running")
             self._begin = time.perf_counter()
         return self._engine
 
@@ -142,7 +192,7 @@ class _Job:
     def _finish(self, item: Item, completion: Completion) -> None:
         row = answer(item.id, completion, trace=self._config.output.trace)
         self._output.write(row)
-        self._run["requests"] += 1
+        self._requests += 1
         self._screen.finished(item, row)
 
     def _refuse(self, item_id: str | int, line: int, error: str) -> None:
@@ -154,17 +204,3 @@ class _Job:
     def _keep_for_comparison(self, item: object) -> None:
         if isinstance(item, Item) and len(self._sample) < self._config.report.compare_requests:
             self._sample.append(item)
-
-    def _save(self, status: str, rest: dict[str, Any]) -> dict[str, Any]:
-        found = {
-            "status": status,
-            "output": self._config.output.path,
-            **summary.figures(self._output.rows()),
-            "this_run": dict(self._run),
-            **rest,
-            "versions": summary.versions(),
-            "settings": self._config.identity(),
-            "config": self._config.model_dump(mode="json"),
-        }
-        summary.write_summary(self._config.output.path, found)
-        return found

@@ -71,7 +71,9 @@ def read_items(path: str | Path, defaults: SamplingParams) -> Iterator[Item | Ba
             item = _read(number, raw, made, defaults)
             earlier = seen.get(str(item.id))
             if earlier is not None:
-                item = BadLine(number, made, f"the id {item.id!r} is already that of line {earlier}; ids must be unique")
+                item = BadLine(
+                    number, made, f"the id {item.id!r} is already that of line {earlier}; ids must be unique"
+                )
             seen[str(item.id)] = number
             yield item
 

@@ -72,19 +72,32 @@ def write_summary(output: str | Path, values: Mapping[str, Any]) -> Path:
     return path
 
 
-def check_identity(output: str | Path, settings: Mapping[str, Any]) -> None:
+def read_summary(output: str | Path) -> dict[str, Any]:
+    """The summary of an output file; nothing if there is none that can be read."""
+    try:
+        found = json.loads(summary_path(output).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def check_identity(output: str | Path, earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuses to add to an output file that was made under other settings.
 
     A file without a summary is taken at its word.
 
+    Args:
+      output: the file.
+      earlier: its summary.
+      settings: of this job, see `JobConfig.identity`.
+
     Raises:
       ConfigError: it was; the message names the first setting that differs.
     """
-    try:
-        recorded = json.loads(summary_path(output).read_text(encoding="utf-8"))["settings"]
-        differing = [name for name, value in settings.items() if name in recorded and recorded[name] != value]
-    except (OSError, ValueError, KeyError, TypeError):
+    recorded = earlier.get("settings")
+    if not isinstance(recorded, dict):
         return
+    differing = [name for name, value in settings.items() if name in recorded and recorded[name] != value]
     if differing:
         name = differing[0]
         raise ConfigError(

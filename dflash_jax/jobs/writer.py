@@ -127,7 +127,7 @@ class RowFile:
         self.close()
 
     def _load(self, on_row: Callable[[Row], None]) -> None:
-        end = 0
+        end, whole = 0, True
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 row = _decode(line)
@@ -139,14 +139,14 @@ class RowFile:
                         f"{self.path} line {number} is not a row that a job wrote; "
                         "mend or move the file, or give another output.path"
                     )
-                if not line.endswith(b"\n"):
-                    _write_all(self._file, b"\n")
-                end += len(line)
+                end, whole = end + len(line), line.endswith(b"\n")
                 if is_refusal(row):
                     self.refusals[str(row["id"])] = row
                 else:
                     self.done.add(str(row["id"]))
                 on_row(row)
+        if not whole:
+            _write_all(self._file, b"\n")
 
 
 def encode(row: Row) -> bytes:

@@ -12,16 +12,14 @@ import contextlib
 import functools
 import operator
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src import config
-from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionState
-from jax._src.pallas.mosaic_gpu.core import SomeLayout
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 
@@ -40,6 +38,11 @@ def simulated(detect_races: bool = True) -> Iterator[None]:
     Raises:
       RaceError: on leaving, if a race was seen and `detect_races` asked to look for them.
     """
+    # The simulator is not public in JAX; only who asks for it should depend on where it is.
+    from jax._src.pallas.mosaic.interpret.race_detection_state import RaceDetectionState
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, force_gpu_interpret_mode
+
     kernels: list[RaceDetectionState] = []
 
     # The simulator keeps only the last kernel's, so every one it makes is caught on the way.
@@ -67,12 +70,12 @@ def simulating() -> bool:
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
-def with_layout(x: Array, layout: SomeLayout) -> Array:
+def with_layout(x: Array, layout: Any) -> Array:
     """x, whose layout in registers the compiler cannot infer: a constant or an iota."""
     return x if simulating() else plgpu.layout_cast(x, layout)
 
 
-def tile(columns: int, dtype: jnp.dtype) -> tuple:
+def tile(columns: int, dtype: DTypeLike) -> tuple:
     """Transforms of a shared memory matrix that tensor cores read and TMA writes."""
     bits = jnp.dtype(dtype).itemsize * 8
     swizzle = plgpu.find_swizzle(columns * bits)

@@ -23,19 +23,20 @@ class Purpose(enum.IntEnum):
 
 
 def draw_keys(
-    seed: UInt32[Array, " rows"], positions: Int[Array, "rows tokens"], purpose: Purpose
+    seed: UInt32[Array, " rows"], positions: Int[Array, "rows tokens"], purpose: Int[Array, " tokens"] | Purpose
 ) -> Key[Array, "rows tokens"]:
-    """One key for each token."""
+    """One key for each token; the purpose is that of all of them, or one for each column."""
 
-    def key_of(seed, position):
+    def key_of(seed, position, purpose):
         key = jax.random.key(seed, impl="threefry2x32")
-        return jax.random.fold_in(jax.random.fold_in(key, position), int(purpose))
+        return jax.random.fold_in(key, position * len(Purpose) + purpose)
 
-    return jax.vmap(jax.vmap(key_of, (None, 0)))(seed, positions)
+    purposes = jnp.broadcast_to(jnp.asarray(purpose), positions.shape[1:])
+    return jax.vmap(jax.vmap(key_of, (None, 0, 0)), (0, 0, None))(seed, positions, purposes)
 
 
 def uniform(
-    seed: UInt32[Array, " rows"], positions: Int[Array, "rows tokens"], purpose: Purpose
+    seed: UInt32[Array, " rows"], positions: Int[Array, "rows tokens"], purpose: Int[Array, " tokens"] | Purpose
 ) -> Float[Array, "rows tokens"]:
     """Uniform in [0, 1), one for each token."""
     return jax.vmap(jax.vmap(jax.random.uniform))(draw_keys(seed, positions, purpose))

@@ -22,7 +22,11 @@ class Anchors:
 
 
 def sample_anchors(
-    key: Key[Array, ""], prompt_lens: Int[Array, " sequences"], lengths: Int[Array, " sequences"], max_length: int, count: int
+    key: Key[Array, ""],
+    prompt_lens: Int[Array, " sequences"],
+    lengths: Int[Array, " sequences"],
+    max_length: int,
+    count: int,
 ) -> Anchors:
     """Distinct anchors, uniform over the places where decoding can put one.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.weights import TargetParams
+from dflash_jax.training.config import Dtype
 from dflash_jax.training.head import head_matrix
 
 
@@ -35,7 +35,6 @@ class Vocabulary:
     head: Float[Array, "vocab hidden"]
 
 
-def borrow(target: TargetParams, dtype: jax.typing.DTypeLike) -> Vocabulary:
-    """The target's embedding and LM head in the dtype of training."""
-    embedding, head = target.embedding.astype(dtype), head_matrix(target)
-    return Vocabulary(embedding, embedding if head is target.embedding else head.astype(dtype))
+def borrow(target: TargetParams, dtype: Dtype) -> Vocabulary:
+    """The target's embedding and LM head; the head in the precision of training, since it is multiplied by."""
+    return Vocabulary(target.embedding, head_matrix(target).astype(dtype))

@@ -171,7 +171,7 @@ class TrainConfig(_Section):
       target: the target, as `load_target` takes it.
       output: directory of checkpoints, metrics, plots and the exported draft.
       seed: of everything random.
-      dtype: of the computation; weights and optimiser are float32.
+      dtype: of the factors of matrix products; sums, weights and all else are float32.
       log_every: steps between lines of metrics.
     """
 

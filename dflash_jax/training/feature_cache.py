@@ -73,8 +73,13 @@ class CachedFeatures(Features):
             )
         directory.mkdir(parents=True, exist_ok=True)
         _check_owner(directory, target, dataset)
-        self._states = {layer: _grow(directory / f"layer-{layer}.bfloat16", (tokens, hidden), ml_dtypes.bfloat16) for layer in layers}
-        self._there = {layer: _grow(directory / f"layer-{layer}.done", (len(dataset.lengths),), np.uint8) for layer in layers}
+        self._states = {
+            layer: _grow(directory / f"layer-{layer}.bfloat16", (tokens, hidden), ml_dtypes.bfloat16)
+            for layer in layers
+        }
+        self._there = {
+            layer: _grow(directory / f"layer-{layer}.done", (len(dataset.lengths),), np.uint8) for layer in layers
+        }
 
     def read(self, index: int) -> Float[np.ndarray, "tokens features"]:
         """Features of one sequence, bfloat16."""

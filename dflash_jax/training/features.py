@@ -56,7 +56,9 @@ class FeatureExtractor:
     def __init__(self, params: TargetParams, config: TargetConfig):
         self._params, self._config = params, config
 
-    def __call__(self, tokens: Int[np.ndarray, " tokens"], layers: tuple[int, ...]) -> Float[np.ndarray, "tokens features"]:
+    def __call__(
+        self, tokens: Int[np.ndarray, " tokens"], layers: tuple[int, ...]
+    ) -> Float[np.ndarray, "tokens features"]:
         """Hidden states after the layers, concatenated in their order."""
         # Padding at the end changes nothing before it: the target is causal.
         padded = np.pad(tokens, (0, -len(tokens) % _BUCKET))

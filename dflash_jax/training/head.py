@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import TargetParams
+from dflash_jax.training.precision import mixed_products
 
 _CHUNK_LOGITS = 4 * 1024 * 1024
 
@@ -111,6 +112,7 @@ _head_loss.defvjp(_forward, _backward)
 
 def _run(config, top_k, hidden, matrix, rows, labels, weights, *, with_gradient):
     chosen = matrix[rows.tokens]
+    products = mixed_products if matrix.dtype == jnp.bfloat16 else lambda x, table: x @ table.T
     place = jnp.full(matrix.shape[0], -1, jnp.int32).at[rows.tokens].set(jnp.arange(len(rows.tokens), dtype=jnp.int32))
     positions = hidden.shape[0]
     chunk = max(1, min(positions, _CHUNK_LOGITS // len(rows.tokens)))
@@ -121,9 +123,8 @@ def _run(config, top_k, hidden, matrix, rows, labels, weights, *, with_gradient)
         column, label_rows = place[labels], matrix[labels]
 
         def loss(hidden):
-            products = jnp.einsum("nh,vh->nv", hidden, chosen, preferred_element_type=jnp.float32)
-            logits = scale_logits(products, config)
-            own = jnp.einsum("nh,nh->n", hidden, label_rows, preferred_element_type=jnp.float32)
+            logits = scale_logits(products(hidden, chosen), config)
+            own = jnp.einsum("nh,nh->n", hidden, label_rows.astype(hidden.dtype))
             own = scale_logits(own, config)
             is_label = jnp.arange(chosen.shape[0]) == column[:, None]
             others = jax.nn.logsumexp(jnp.where(is_label, -jnp.inf, logits + rows.log_weight), axis=-1)

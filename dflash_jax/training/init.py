@@ -58,8 +58,7 @@ def fresh_config(section: DraftSection, target: TargetConfig) -> DraftConfig:
         attention_bias=False,
         block_size=section.block_size,
         mask_token_id=section.mask_token_id,
-        target_layer_ids=section.target_layer_ids
-        or default_target_layer_ids(target.num_layers, section.num_layers),
+        target_layer_ids=section.target_layer_ids or default_target_layer_ids(target.num_layers, section.num_layers),
         num_target_layers=target.num_layers,
         conv=ConvConfig(section.conv_taps, section.conv_group_size) if second else None,
         selector=SelectorConfig(section.selector_rank, section.selector_top_k) if second else None,
@@ -168,6 +167,7 @@ def _copied_layer(source: LayerWeights, config: DraftConfig, target: TargetConfi
         )
     source = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), source)
     dense, attention = source.mlp, source.attention
+    assert isinstance(dense, MlpWeights)
     strength = jnp.linalg.norm(dense.up_proj.weight, axis=0) * jnp.linalg.norm(dense.down_proj.weight, axis=1)
     kept = jnp.sort(jnp.argsort(-strength)[: config.intermediate_size])
     q_norm, k_norm = (

@@ -74,9 +74,9 @@ def draft_loss(
       selector_weight: what the selector's cross-entropy counts for beside the other.
     """
     blocks, exists = block_labels(batch.tokens, batch.lengths, anchors, config.block_size)
-    hidden = block_hidden(
-        params, config, vocabulary.embedding, batch.features, anchors.positions, blocks[..., 0]
-    )[:, :, 1:]
+    hidden = block_hidden(params, config, vocabulary.embedding, batch.features, anchors.positions, blocks[..., 0])[
+        :, :, 1:
+    ]
     shape = exists.shape
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, predecessors = blocks[..., 1:].reshape(-1), blocks[..., :-1].reshape(-1)
@@ -90,9 +90,7 @@ def draft_loss(
     selector_loss, chosen = jnp.zeros(()), best
     if params.selector is not None:
         with jax.named_scope("selector"):
-            scores = selector_scores(
-                params.selector, config, vocabulary.head, hidden, predecessors, output.candidates
-            )
+            scores = selector_scores(params.selector, config, vocabulary.head, hidden, predecessors, output.candidates)
             nll = jax.nn.logsumexp(scores, -1) - jnp.sum(jnp.where(match, scores, 0.0), -1)
             selector_loss = jnp.sum(jnp.where(recalled, nll, 0.0) * weights)
             chosen = jnp.take_along_axis(match, jnp.argmax(scores, -1)[:, None], axis=-1)[:, 0]
@@ -111,11 +109,9 @@ def selector_scores(
     candidates: Int[Array, "positions candidates"],
 ) -> Float[Array, "positions candidates"]:
     """S(a, b) of each position's candidates b after its predecessor a; see `score_candidates`."""
-    products = jnp.einsum("nh,nkh->nk", hidden, head[candidates], preferred_element_type=jnp.float32)
+    products = jnp.einsum("nh,nkh->nk", hidden, head[candidates].astype(hidden.dtype))
     gated = selector.predecessor_codebook[predecessors] * (hidden @ selector.hidden_projection)
-    edges = jnp.einsum(
-        "nr,nkr->nk", gated, selector.successor_codebook[candidates], preferred_element_type=jnp.float32
-    )
+    edges = jnp.einsum("nr,nkr->nk", gated, selector.successor_codebook[candidates], preferred_element_type=jnp.float32)
     return scale_logits(products, config) + edges
 
 

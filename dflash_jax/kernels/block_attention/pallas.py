@@ -25,8 +25,8 @@ from dflash_jax.kernels import mosaic
 from dflash_jax.kernels.block_attention.pallas_kernel import kernel
 from dflash_jax.kernels.block_attention.pallas_tiles import ROWS, Plan
 
-_CONCURRENT = 264
-"""CTAs a Hopper GPU runs at once: 132 multiprocessors, two on each by their shared memory."""
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
 
 
 def unsupported(
@@ -70,6 +70,8 @@ def block_attention(
     tile_rows = ROWS if query_tiles > 1 else _up(queries * group, 8)
     single = q.dtype == jnp.bfloat16
     tokens = 128 if single and head_dim <= 64 else 64
+    # By their shared memory, two CTAs of the smaller kind fit one multiprocessor.
+    concurrent = _MULTIPROCESSORS * (2 if single and head_dim <= 128 else 1)
     reach = block_table.shape[1] * page_size if window is None else window + queries
     plan = Plan(
         rows=rows,
@@ -90,7 +92,7 @@ def block_attention(
         padded_block=_up(queries, 8 if queries <= tokens else tokens),
         query_tiles=query_tiles,
         tile_rows=tile_rows,
-        splits=splits or _splits(rows * kv_heads * query_tiles, pl.cdiv(reach, tokens)),
+        splits=splits or _splits(rows * kv_heads * query_tiles, pl.cdiv(reach, tokens), concurrent),
     )
     partial, statistics = _launch(plan)(
         _query_rows(q, plan),
@@ -110,10 +112,10 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _splits(ctas: int, tiles: int) -> int:
-    """The fewest shares per context that keep the GPU's last wave of CTAs nearly full."""
+def _splits(ctas: int, tiles: int, concurrent: int) -> int:
+    """The fewest shares per context that keep the GPU's last wave of `concurrent` CTAs nearly full."""
     for splits in range(1, tiles + 1):
-        waves = ctas * splits / _CONCURRENT
+        waves = ctas * splits / concurrent
         if waves >= 0.85 * math.ceil(waves):
             return splits
     return max(tiles, 1)
@@ -124,6 +126,8 @@ def _query_rows(q: Float[Array, "rows queries heads head_dim"], plan: Plan) -> A
     x = q.reshape(plan.rows, plan.queries, plan.kv_heads, plan.group, plan.head_dim).transpose(0, 2, 1, 3, 4)
     x = x.reshape(plan.rows, plan.kv_heads, -1, plan.head_dim)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.query_tiles * plan.tile_rows - x.shape[2]), (0, 0)))
+    if plan.terms == 1:
+        return x.reshape(-1, plan.head_dim)
     terms = []
     for _ in range(plan.terms):
         # Not a cast there and back: XLA may take that for the identity.

@@ -1,0 +1,149 @@
+"""Compiles whole rounds for an NVIDIA H200 on a machine that has none, and prints what they would do.
+
+XLA compiles ahead of time for a GPU that is only described, Pallas kernels included. The result cannot
+run here; it says how many kernels a round launches, what memory it needs, whether the state is updated
+in place, and whether a page pool is copied anywhere. Exits with 1 if a pool is copied, if temporary
+memory grows with the pool, or if the state is not donated whole.
+
+Needs an environment of its own with JAX's CUDA plugin at the version the project is pinned to (3 GB):
+
+    python3 -m venv gpu-aot
+    gpu-aot/bin/pip install -e . "jax[cuda12]==0.10.2"
+    gpu-aot/bin/python benchmarks/gpu_compile.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections import Counter
+
+# Without a GPU the plugin's check of the installed CUDA libraries cannot pass.
+os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+import jax
+from jax.experimental import topologies
+from published_shapes import DRAFTS, abstract_models, abstract_state
+
+from dflash_jax.engine.steps import run_rounds
+
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  cuda_compute_capability { major: 9 minor: 0 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H200"
+"""
+
+# Instructions of a compiled program that launch at least one kernel each.
+_LAUNCHES = re.compile(r"[\]})] (fusion|custom-call|copy|copy-start|sort|dot|convolution|reduce|scatter|gather)\(")
+
+
+def compile_round(*, rows: int, num_pages: int, page_size: int, rounds: int, implementation: str):
+    """The compiled program, and the shape of the state it was compiled for."""
+    models = abstract_models()
+    state = abstract_state(models, rows=rows, num_pages=num_pages, page_size=page_size, max_model_len=40_960)
+    topology = topologies.get_topology_desc("gpu", "cuda", target_config=H200, topology="1x1x1")
+    mesh = jax.sharding.Mesh(topology.devices, ("device",))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    models, state = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), (models, state)
+    )
+
+    def step(models, state):
+        return run_rounds(models, state, drafts=DRAFTS, rounds=rounds, implementation=implementation)
+
+    traced = jax.jit(step, donate_argnums=1).trace(models, state)
+    return traced.lower(lowering_platforms=("cuda",)).compile(), state
+
+
+def describe(compiled, state) -> dict[str, int]:
+    """Launches (of both branches of a conditional, and of a loop's body once), bytes, and copies of pools."""
+    text = compiled.as_text()
+    memory = compiled.memory_analysis()
+    launches = Counter(_LAUNCHES.findall(_without_fused(text)))
+    pools = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves((state.target_pages, state.draft_pages))}
+    copies = re.findall(r"\[([\d,]+)\][^=\n]* (?:copy|copy-start)\(", text)
+    return {
+        "kernels": launches.total(),
+        "pallas": text.count('custom_call_target="mosaic_gpu'),
+        "matmul": len(re.findall(r'custom_call_target="__cublas|"kind":"__triton\w*gemm', text)),
+        "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        "donated_bytes": memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "pool_copies": sum(shape in pools for shape in copies),
+    }
+
+
+def _without_fused(text: str) -> str:
+    """The program without the bodies of fusions, whose instructions are not launches of their own."""
+    fused = set(re.findall(r" fusion\(.*calls=(%[\w.\-]+)", text))
+    computations = re.split(r"\n(?=%|ENTRY)", text)
+    return "\n".join(body for body in computations if body.split(" ", 1)[0] not in fused)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--page-size", type=int, default=16)
+    arguments = parser.parse_args()
+    middle = arguments.rows[len(arguments.rows) // 2]
+    # Several rounds in one dispatch are a loop, which is where XLA is tempted to copy; plain XLA to compare with.
+    cases = [("pallas", rows, 1) for rows in arguments.rows] + [("pallas", middle, 4), ("xla", middle, 1)]
+    columns = ("kernels", "pallas", "matmul", "pool_copies")
+    print("| attention | rows | rounds | pages | " + " | ".join(columns) + " | donated / state GB | temporary MB |")
+    print("|---" * (len(columns) + 6) + "|")
+    wrong = []
+    for implementation, rows, rounds in cases:
+        temporary = {}
+        for num_pages in (1000, 16_000):
+            compiled, state = compile_round(
+                rows=rows,
+                num_pages=num_pages,
+                page_size=arguments.page_size,
+                rounds=rounds,
+                implementation=implementation,
+            )
+            found = describe(compiled, state)
+            temporary[num_pages] = found["temporary_bytes"]
+            print(
+                f"| {implementation} | {rows} | {rounds} | {num_pages} | "
+                + " | ".join(str(found[column]) for column in columns)
+                + f" | {found['donated_bytes'] / 1e9:.3f} / {found['state_bytes'] / 1e9:.3f}"
+                + f" | {found['temporary_bytes'] / 1e6:.1f} |",
+                flush=True,
+            )
+            case = f"{implementation}, {rows} rows, {rounds} rounds, {num_pages} pages"
+            if found["pool_copies"]:
+                wrong.append(f"{case}: {found['pool_copies']} copies of a page pool")
+            if found["donated_bytes"] < found["state_bytes"]:
+                wrong.append(f"{case}: {found['state_bytes'] - found['donated_bytes']} bytes not donated")
+        if max(temporary.values()) > 1.1 * min(temporary.values()):
+            wrong.append(f"{implementation}, {rows} rows: temporary memory grows with the pool, {temporary}")
+    print(*wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

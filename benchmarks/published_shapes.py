@@ -1,0 +1,73 @@
+"""Models of published sizes without their weights: Qwen3-8B and a five-layer DFlash 2 drafter for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.checkpoints.table import Leaf, build_params, table
+from dflash_jax.engine.state import EngineState, Models, init_state
+from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig, RopeConfig, SelectorConfig, TargetConfig
+
+DRAFTS = 7
+"""Tokens drafted per round: a block of 8 less its anchor."""
+
+_QWEN3_8B = dict(
+    vocab_size=151_936,
+    hidden_size=4096,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=12_288,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e6),
+    qk_norm=True,
+    attention_bias=False,
+)
+TARGET = TargetConfig(**_QWEN3_8B, layers=(LayerConfig(),) * 36)
+DRAFT = DraftConfig(
+    **_QWEN3_8B,
+    layers=(LayerConfig(causal=False, window=2048),) * 5,
+    block_size=1 + DRAFTS,
+    mask_token_id=151_669,
+    target_layer_ids=(1, 9, 17, 25, 33),
+    num_target_layers=36,
+    conv=ConvConfig(taps=2, group_size=16),
+    selector=SelectorConfig(rank=256, top_k=16),
+)
+
+
+def tiny() -> tuple[TargetConfig, DraftConfig]:
+    """The same pair shrunk until a CPU can run it, for a look at whether a script works."""
+    sizes = dict(vocab_size=256, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96)
+    target = dataclasses.replace(TARGET, **sizes, layers=TARGET.layers[:4])
+    draft = dataclasses.replace(
+        DRAFT, **sizes, layers=DRAFT.layers[:2], mask_token_id=255, target_layer_ids=(0, 1), num_target_layers=4
+    )
+    return target, draft
+
+
+def models_with(array: Callable[[Leaf], jax.Array], target: TargetConfig, draft: DraftConfig) -> Models:
+    """The pair, every weight made by `array`."""
+    target_params, draft_params = (
+        build_params(config, {leaf.path: array(leaf) for leaf in table(config)}) for config in (target, draft)
+    )
+    return Models(target=target_params, target_config=target, draft=draft_params, draft_config=draft)
+
+
+def abstract_models(target: TargetConfig = TARGET, draft: DraftConfig = DRAFT, dtype=jnp.bfloat16) -> Models:
+    """Shapes and dtypes only."""
+    return models_with(lambda leaf: jax.ShapeDtypeStruct(leaf.param_shape, dtype), target, draft)
+
+
+def abstract_state(models: Models, *, rows: int, num_pages: int, page_size: int, max_model_len: int) -> EngineState:
+    """A state of `rows` rows and as many slots, as shapes and dtypes."""
+    return jax.eval_shape(
+        lambda models: init_state(
+            models, rows=rows, slots=rows, num_pages=num_pages, page_size=page_size, max_model_len=max_model_len
+        ),
+        models,
+    )

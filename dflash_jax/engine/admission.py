@@ -1,0 +1,56 @@
+"""What can be asked of an engine: a request is refused at once if it can never be served."""
+
+from __future__ import annotations
+
+from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.request import Request, SamplingParams
+from dflash_jax.engine.scheduler import pages_for
+from dflash_jax.errors import RequestError
+from dflash_jax.models.config import TargetConfig
+
+
+def make_request(
+    request_id: str,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    *,
+    target: TargetConfig,
+    config: EngineConfig,
+    has_tokenizer: bool,
+) -> Request:
+    """A request that the engine can serve.
+
+    Args:
+      request_id: its id.
+      prompt: token ids.
+      sampling: how to answer.
+      target: the model that answers.
+      config: the engine's sizes.
+      has_tokenizer: whether output becomes text.
+
+    Raises:
+      RequestError: it can never be served; the message has the numbers.
+    """
+    if not prompt:
+        raise RequestError("the prompt is empty; it must have at least one token")
+    outside = [token for token in prompt if not 0 <= token < target.vocab_size]
+    if outside:
+        raise RequestError(f"prompt token {outside[0]} is outside the vocabulary of {target.vocab_size} tokens")
+    room = config.max_model_len - len(prompt)
+    if room <= 0:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, which leaves no room to answer in "
+            f"engine.max_model_len {config.max_model_len}"
+        )
+    if sampling.stop and not has_tokenizer:
+        raise RequestError("stop strings need a tokenizer, and the model has none; use stop_token_ids instead")
+    own = () if sampling.ignore_eos else target.eos_token_ids
+    stop_tokens = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
+    request = Request(request_id, prompt, sampling, stop_tokens, min(sampling.max_tokens, room))
+    needed = pages_for(request.longest, config.page_size)
+    if needed > config.pool_pages:
+        raise RequestError(
+            f"the request may grow to {request.longest} tokens, which is {needed} pages of {config.page_size}, but "
+            f"the whole pool has {config.pool_pages} (engine.num_pages)"
+        )
+    return request

@@ -1,0 +1,196 @@
+"""What a person sees of a job: progress on stderr, the outcome on stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dflash_jax.engine import Engine
+from dflash_jax.jobs.reader import Item
+from dflash_jax.jobs.summary import summary_path
+from dflash_jax.jobs.writer import Row
+
+_WINDOW_SECONDS = 10.0
+_LOG_SECONDS = 30.0
+_ERRORS_SHOWN = 5
+
+
+class Screen:
+    """Shows a job. Where stderr is no terminal, a line now and then takes the place of the bar."""
+
+    def __init__(self, *, samples: int = 0, quiet: bool = False):
+        """Makes a screen.
+
+        Args:
+          samples: how many answers `outcome` shows.
+          quiet: show nothing while the job runs.
+        """
+        self._err = Console(stderr=True, quiet=quiet, highlight=False)
+        self._samples = samples
+        self._shown: list[tuple[Item, Row]] = []
+        self._errors: list[str] = []
+        self._recent: deque[tuple[float, int]] = deque()
+        self._steps = self._accepted = self._done = self._total = 0
+        self._logged = time.monotonic()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    # While it runs.
+
+    @contextlib.contextmanager
+    def progress(self, total: int) -> Iterator[None]:
+        """Shows a progress bar over so many input lines."""
+        self._total = total
+        if not self._err.is_terminal:
+            yield
+            return
+        with Progress(
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self._err,
+        ) as self._progress:
+            self._task = self._progress.add_task("generating", total=total, figures="")
+            yield
+        self._progress = None
+
+    def note(self, text: str) -> None:
+        """Says what is going on."""
+        self._err.print(escape(text), soft_wrap=True)
+
+    def loaded(self, engine: Engine) -> None:
+        """Says what will run."""
+        self.note(describe(engine))
+
+    def skip(self) -> None:
+        """An input line's answer is there already."""
+        self._advance()
+
+    def tokens(self, count: int) -> None:
+        """So many tokens were produced."""
+        now = time.monotonic()
+        self._recent.append((now, count))
+        while now - self._recent[0][0] > _WINDOW_SECONDS:
+            self._recent.popleft()
+        self._refresh()
+
+    def finished(self, item: Item, row: Row) -> None:
+        """A request finished."""
+        metrics = row["metrics"]
+        self._steps += metrics["drafted_request_steps"]
+        self._accepted += metrics["drafts_accepted"]
+        if row["finish_reason"] == "error":
+            self._errors.append(f"{row['id']}: {row['error']}")
+        elif len(self._shown) < self._samples:
+            self._shown.append((item, row))
+        self._advance()
+
+    def refused(self, row: Row) -> None:
+        """An input line could not be run."""
+        self._errors.append(row["error"])
+        self._advance()
+
+    def _advance(self) -> None:
+        self._done += 1
+        if self._progress is not None and self._task is not None:
+            self._progress.advance(self._task)
+
+    def _refresh(self) -> None:
+        seconds = time.monotonic() - self._recent[0][0]
+        figures = [f"{sum(count for _, count in self._recent) / seconds:.0f} tokens/s"] if seconds > 0.5 else []
+        if self._steps:
+            figures.append(f"{1 + self._accepted / self._steps:.2f} tokens/round")
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, figures=" · ".join(figures))
+        elif time.monotonic() - self._logged > _LOG_SECONDS:
+            self._logged = time.monotonic()
+            self.note(", ".join([f"{self._done}/{self._total} done", *figures]))
+
+    # At the end.
+
+    def outcome(self, found: Mapping[str, Any]) -> None:
+        """Prints some answers and the summary on stdout."""
+        console = Console(highlight=False)
+        for item, row in self._shown:
+            console.print(f"[bold]{escape(_prompt_text(item))}[/bold]", soft_wrap=True)
+            console.print(escape(_answer_text(row)) + "\n", soft_wrap=True)
+        console.print(f"generate: {found['status']}")
+        console.print(summary_table(found))
+        for error in self._errors[:_ERRORS_SHOWN]:
+            console.print(f"[red]error[/red] {escape(error)}", soft_wrap=True)
+        if len(self._errors) > _ERRORS_SHOWN:
+            console.print(f"... and {len(self._errors) - _ERRORS_SHOWN} more errors, in the output", soft_wrap=True)
+        console.print(f"answers: {escape(found['output'])}", soft_wrap=True)
+        console.print(f"summary: {escape(str(summary_path(found['output'])))}", soft_wrap=True)
+
+
+def describe(engine: Engine) -> str:
+    """One line about an engine."""
+    models, config = engine.models, engine.config
+    size = sum(leaf.size for leaf in jax.tree.leaves(models.target))
+    how = "decoding plainly"
+    if models.draft_config is not None:
+        how = f"drafting {engine.k} tokens a round with DFlash{' 2' if models.draft_config.version == 2 else ''}"
+    return (
+        f"{models.target_config.family} target of {size / 1e6:,.1f} M parameters in {config.dtype} on "
+        f"{jax.devices()[0].device_kind}, {how}; {config.max_slots} slots of {config.max_model_len} tokens"
+    )
+
+
+def summary_table(found: Mapping[str, Any]) -> Table:
+    """The summary as a person wants it."""
+    table = Table(show_header=False)
+    requests = found["requests"]
+    reasons = ", ".join(f"{requests[name]} {name}" for name in ("stop", "length", "error") if requests[name])
+    table.add_row("requests", f"{requests['total']}" + (f" ({reasons})" if reasons else ""))
+    table.add_row("prompt tokens", f"{found['prompt_tokens']:,}")
+    table.add_row("output tokens", f"{found['output_tokens']:,}")
+    if found["drafted_request_steps"]:
+        table.add_row("accepted drafts", f"{found['accept_rate']:.1%} of {found['drafts_proposed']:,} tokens")
+        table.add_row("mean acceptance length", f"{found['mean_acceptance_length']:.2f} tokens a round")
+    if found["fallbacks"]:
+        table.add_row("decoded without drafts", f"{found['fallbacks']} requests")
+    if found["ttft_s"]:
+        table.add_row("time to first token", f"{found['ttft_s']['p50']:.3f} s (median, queueing included)")
+    if found["tpot_s"]:
+        table.add_row("time per further token", f"{found['tpot_s']['p50'] * 1e3:.1f} ms (median)")
+    if found["runs"]:
+        run = found["runs"][-1]
+        table.add_row("last run", f"{run['requests']} requests in {run['seconds']:.1f} s, compilation included")
+        table.add_row("throughput", f"{run['tokens_per_s']:,.1f} tokens/s")
+    if found["compare_plain"]:
+        compared = found["compare_plain"]
+        table.add_row(
+            "speed-up by drafting",
+            f"{compared['speedup']:.2f} ({compared['drafted_tokens_per_s']:,.1f} over "
+            f"{compared['plain_tokens_per_s']:,.1f} tokens/s, {compared['requests']} requests)",
+        )
+        table.add_row("same greedy tokens", f"{compared['greedy_equal']} of {compared['greedy_requests']} requests")
+    return table
+
+
+def _prompt_text(item: Item) -> str:
+    if isinstance(item.prompt, str):
+        return _short(item.prompt)
+    last = item.prompt[-1]
+    return _short(last["content"]) if isinstance(last, Mapping) else _short(" ".join(map(str, item.prompt)))
+
+
+def _answer_text(row: Row) -> str:
+    return _short(row["text"] if row["text"] is not None else " ".join(map(str, row["token_ids"])), 600)
+
+
+def _short(text: str, limit: int = 160) -> str:
+    text = text.strip()
+    return text if len(text) <= limit else text[: limit - 3].rstrip() + "..."

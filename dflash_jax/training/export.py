@@ -1,0 +1,42 @@
+"""A run's newest checkpoint as a draft that others can load."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.checkpoints import load_target, save_draft
+from dflash_jax.errors import CheckpointError
+from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.init import fresh_params, unscale_features
+from dflash_jax.training.optimiser import make_optimiser
+from dflash_jax.training.setup import starting_draft
+from dflash_jax.training.state import initial_state
+from dflash_jax.training.store import RunStore
+
+
+def export_draft(config: TrainConfig, directory: str | Path, dtype: str = "bfloat16") -> int:
+    """Exports the newest checkpoint of a run, which may be going on, in Hugging Face layout.
+
+    Returns:
+      The step it is of.
+
+    Raises:
+      CheckpointError: the run has no checkpoint, or the directory is not empty.
+    """
+    with closing(RunStore(config.output, config.checkpoint)) as store:
+        step = store.latest_step()
+        if step is None:
+            raise CheckpointError(f"there is no checkpoint in {config.output} to export; train first")
+        target = load_target(config.target, "float32")
+        start, draft_config = starting_draft(config, target)
+        key = jax.random.key(config.seed)
+        if start is None:
+            start = fresh_params(key, draft_config, config.init, target.params, target.config)
+        like = initial_state(start, make_optimiser(config.optimiser), key)
+        state = store.restore(like)
+        save_draft(directory, draft_config, unscale_features(state.params, jnp.asarray(store.load_scale())), dtype)
+        return step

@@ -1,0 +1,59 @@
+"""What a run tells: metrics as JSON lines, and a progress bar."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class MetricsLog:
+    """A file of JSON objects, each with `step` and `kind`.
+
+    Lines after the step that a run resumes from belong to steps it will take again, and are dropped.
+
+    Args:
+      file: where to; appended to.
+      step: where the run is.
+    """
+
+    def __init__(self, file: Path, step: int):
+        kept = [line for line in read_metrics(file) if line["step"] <= step] if file.exists() else []
+        file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        self._stream = file.open("a")
+
+    def write(self, step: int, kind: str, figures: dict[str, Any]) -> None:
+        """Adds a line."""
+        self._stream.write(json.dumps({"step": step, "kind": kind, **figures}) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+
+def read_metrics(file: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of a metrics file, of one kind if given. A last line that was cut off is left out."""
+    lines = []
+    for line in file.read_text().splitlines():
+        try:
+            parsed = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if kind is None or parsed["kind"] == kind:
+            lines.append(parsed)
+    return lines
+
+
+def progress_bar() -> Progress:
+    """A bar of steps with the latest figures beside it."""
+    return Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )

@@ -1,0 +1,176 @@
+"""A training run from its config to its exported draft."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.checkpoints import LoadedTarget, save_draft
+from dflash_jax.models.config import DraftConfig
+from dflash_jax.models.weights import DraftParams
+from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.dataset import Order
+from dflash_jax.training.log import MetricsLog, progress_bar
+from dflash_jax.training.losses import Tally, report
+from dflash_jax.training.optimiser import make_optimiser
+from dflash_jax.training.plots import plot_metrics
+from dflash_jax.training.rows import RowPlan, plan_rows
+from dflash_jax.training.setup import Run, prepare
+from dflash_jax.training.state import TrainState
+from dflash_jax.training.step import make_eval_step, make_train_step
+from dflash_jax.training.store import RunStore
+
+EngineEvaluation = Callable[[LoadedTarget, DraftConfig, DraftParams], dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """How a run ended.
+
+    Attributes:
+      step: steps taken.
+      finished: whether these were all; otherwise it was asked to stop and can be resumed.
+      draft_config, params: the draft, for raw features.
+    """
+
+    step: int
+    finished: bool
+    draft_config: DraftConfig
+    params: DraftParams
+
+
+def train(config: TrainConfig, engine_evaluation: EngineEvaluation | None = None) -> Trained:
+    """Trains a draft, going on from the output directory's newest checkpoint if it has one.
+
+    SIGINT and SIGTERM end it after the step it is at, with a checkpoint.
+
+    Args:
+      config: the run.
+      engine_evaluation: measures a draft by decoding with it, every `evaluation.engine_every` steps.
+
+    Raises:
+      ConfigError: a config that cannot work, or not the one that the run was started with.
+      CheckpointError: a target, draft or checkpoint that cannot be read.
+    """
+    with closing(RunStore(config.output, config.checkpoint)) as store:
+        return _loop(prepare(config, store), store, engine_evaluation)
+
+
+def _loop(run: Run, store: RunStore, engine_evaluation: EngineEvaluation | None) -> Trained:
+    config, section = run.config, run.config.optimiser
+    train_step = make_train_step(run.draft_config, config.dtype, config.loss, section, make_optimiser(section))
+    order = Order(run.dataset, config.seed, section.sequences)
+    plan = plan_rows(
+        run.dataset.counts, unseen=config.loss.unseen, frequent=config.loss.frequent, drawn=config.loss.drawn
+    )
+    state = run.start if store.latest_step() is None else store.restore(run.start)
+    step = int(state.step)
+    log = MetricsLog(store.metrics, step)
+    evaluate = _evaluator(run, log, engine_evaluation)
+    with progress_bar() as progress, _stop_signals() as stop:
+        task = progress.add_task("", total=section.steps, completed=step, figures="")
+        window, window_start, window_steps = None, time.perf_counter(), 0
+        batch = run.batch(order.sequences(step))
+        while step < section.steps and not stop.is_set():
+            state, tally = train_step(state, batch, run.vocabulary, plan, run.scale)
+            step += 1
+            if step < section.steps:
+                # While the device computes.
+                batch = run.batch(order.sequences(step))
+            window = tally if window is None else jax.tree.map(jnp.add, window, tally)
+            window_steps += 1
+            jax.block_until_ready(window)
+            if step % config.log_every == 0 or step == section.steps:
+                figures = _train_figures(run, plan, window, time.perf_counter() - window_start, window_steps)
+                log.write(step, "train", figures)
+                window, window_start, window_steps = None, time.perf_counter(), 0
+                progress.update(
+                    task,
+                    figures=f"loss {figures['loss']:.3f} acceptance {figures['acceptance']:.2f} "
+                    f"{figures['anchors_per_second']:.0f} anchors/s",
+                )
+            progress.update(task, completed=step)
+            if step % config.checkpoint.every == 0:
+                store.save(state)
+            paused = time.perf_counter()
+            evaluate(step, state, last=step == section.steps)
+            window_start += time.perf_counter() - paused
+        store.save(state)
+    log.close()
+    plot_metrics(store.metrics, store.directory)
+    params = run.export(state.params)
+    finished = step >= section.steps
+    if finished:
+        _export_once(store.directory / "draft", run.draft_config, params)
+    return Trained(step, finished, run.draft_config, params)
+
+
+def _train_figures(run: Run, plan: RowPlan, tally: Tally, seconds: float, steps: int) -> dict:
+    anchors = float(tally.count[0])
+    return {
+        **report(tally),
+        "anchors": round(anchors),
+        "anchors_per_second": round(anchors / seconds, 1),
+        "seconds": round(seconds, 3),
+        "unix_time": round(time.time(), 1),
+    }
+
+
+def _evaluator(run: Run, log: MetricsLog, engine_evaluation: EngineEvaluation | None):
+    """Evaluates a state at the steps that ask for it."""
+    section = run.config.evaluation
+    evaluate = make_eval_step(run.draft_config, run.config.dtype, run.config.loss, section.anchors)
+    chosen = [int(index) for index in run.dataset.held_out[: section.sequences]]
+
+    def at(step: int, state: TrainState, *, last: bool) -> None:
+        if chosen and (last or step % section.every == 0):
+            tally = None
+            for number, index in enumerate(chosen):
+                one = evaluate(state.params, run.batch([index]), run.vocabulary, run.scale, jnp.asarray(number))
+                tally = one if tally is None else jax.tree.map(jnp.add, tally, one)
+            assert tally is not None
+            log.write(step, "held_out", report(tally))
+        every = section.engine_every
+        if engine_evaluation is not None and every and (last or step % every == 0):
+            params = run.export(state.params)
+            log.write(step, "engine", engine_evaluation(run.target, run.draft_config, params))
+
+    return at
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set, while the block runs in the main thread."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    names = (signal.SIGINT, signal.SIGTERM)
+    previous = {name: signal.signal(name, lambda *_: stop.set()) for name in names}
+    try:
+        yield stop
+    finally:
+        for name, handler in previous.items():
+            signal.signal(name, handler)
+
+
+def _export_once(directory: Path, config: DraftConfig, params: DraftParams) -> None:
+    if not directory.exists():
+        save_draft(directory, config, params)
+
+
+def run_training(config: TrainConfig, engine_evaluation: EngineEvaluation | None = None) -> None:
+    """`train` for the command line: says how it ended."""
+    trained = train(config, engine_evaluation)
+    if trained.finished:
+        print(f"finished at step {trained.step}; the draft is in {config.output / 'draft'}")
+    else:
+        print(f"stopped at step {trained.step} of {config.optimiser.steps}; the same command goes on from there")

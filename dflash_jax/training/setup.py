@@ -1,0 +1,188 @@
+"""What a run needs before its first step: the target, the data, the features and the starting draft."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dflash_jax.checkpoints import LoadedTarget, load_draft, load_target
+from dflash_jax.errors import ConfigError
+from dflash_jax.models.config import DraftConfig, TargetConfig, check_pair
+from dflash_jax.models.weights import DraftParams
+from dflash_jax.training.batch import Batch, Vocabulary, borrow
+from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.dataset import Dataset, Order, open_dataset
+from dflash_jax.training.feature_cache import CachedFeatures, Features
+from dflash_jax.training.features import FeatureExtractor, fingerprint
+from dflash_jax.training.init import feature_scale, fresh_config, fresh_params, scale_features, unscale_features
+from dflash_jax.training.optimiser import make_optimiser
+from dflash_jax.training.state import TrainState, initial_state
+from dflash_jax.training.store import RunStore
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What does not change while a run goes on."""
+
+    config: TrainConfig
+    target: LoadedTarget
+    draft_config: DraftConfig
+    dataset: Dataset
+    features: Features
+    vocabulary: Vocabulary
+    scale: Float[Array, " features"]
+    start: TrainState
+
+    def batch(self, indices: list[int]) -> Batch:
+        """Sequences and their features, padded."""
+        sequences = [self.dataset.sequence(index) for index in indices]
+        length = self.dataset.max_length
+        features = [self.features.read(index) for index in indices]
+        padded = np.zeros((len(indices), length, features[0].shape[1]), features[0].dtype)
+        tokens = np.zeros((len(indices), length), np.int32)
+        for row, (sequence, states) in enumerate(zip(sequences, features, strict=True)):
+            tokens[row, : len(sequence.tokens)] = sequence.tokens
+            padded[row, : len(states)] = states
+        prompt_lens = np.asarray([sequence.prompt_len for sequence in sequences], np.int32)
+        lengths = np.asarray([len(sequence.tokens) for sequence in sequences], np.int32)
+        return Batch(*(jnp.asarray(x) for x in (tokens, prompt_lens, lengths, padded)))
+
+    def export(self, params: DraftParams) -> DraftParams:
+        """Weights of a state as those of a draft for raw features."""
+        return unscale_features(params, self.scale)
+
+
+def prepare(config: TrainConfig, store: RunStore) -> Run:
+    """Loads and checks everything that a config names.
+
+    Raises:
+      ConfigError: a config that cannot work, or not the one that the run was started with.
+      CheckpointError: a target or draft that cannot be read.
+    """
+    target = load_target(config.target, "float32")
+    dataset = open_dataset(
+        config.data.path,
+        vocab_size=target.config.vocab_size,
+        max_length=config.data.max_length,
+        held_out=config.data.held_out,
+        min_answer=config.data.min_answer,
+    )
+    _check_shapes(config)
+    start, draft_config = starting_draft(config, target)
+    check_mask_token(draft_config.mask_token_id, target.config, dataset)
+    target_fingerprint = fingerprint(target.params, target.config)
+    store.claim(config, {"target fingerprint": target_fingerprint, "data fingerprint": dataset.fingerprint})
+    features = _open_features(config, target, draft_config, dataset, target_fingerprint)
+    if store.latest_step() is None:
+        store.save_scale(_measure_scale(config, draft_config, dataset, features))
+    scale = jnp.asarray(store.load_scale())
+    key = jax.random.key(config.seed)
+    if start is None:
+        params = fresh_params(jax.random.fold_in(key, 1), draft_config, config.init, target.params, target.config)
+    else:
+        params = scale_features(start, scale)
+    # Copies: a donated buffer must not be one that the target goes on using.
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+    state = initial_state(params, make_optimiser(config.optimiser), jax.random.fold_in(key, 2))
+    return Run(config, target, draft_config, dataset, features, borrow(target.params, config.dtype), scale, state)
+
+
+def _check_shapes(config: TrainConfig) -> None:
+    section = config.optimiser
+    if section.sequences % section.accumulate:
+        raise ConfigError(
+            f"optimiser.accumulate {section.accumulate} does not divide optimiser.sequences {section.sequences}; "
+            "a step is computed in equal parts"
+        )
+    for name, anchors in (("optimiser", section.anchors), ("evaluation", config.evaluation.anchors)):
+        if anchors > config.data.max_length:
+            raise ConfigError(
+                f"{name}.anchors {anchors} is more than data.max_length {config.data.max_length}; "
+                "a sequence has no more places for anchors than tokens"
+            )
+
+
+def starting_draft(config: TrainConfig, target: LoadedTarget) -> tuple[DraftParams | None, DraftConfig]:
+    """The draft's config, and its weights if it starts from a checkpoint."""
+    section = config.draft
+    if section.path is None:
+        return None, fresh_config(section, target.config)
+    extra = sorted(section.model_fields_set - {"path"})
+    if extra:
+        raise ConfigError(f"draft.path is given, so draft.{extra[0]} must not be: the checkpoint decides it")
+    loaded = load_draft(section.path)
+    check_pair(target.config, loaded.config)
+    return loaded.params, loaded.config
+
+
+def check_mask_token(mask: int, target: TargetConfig, dataset: Dataset) -> None:
+    """Raises ConfigError unless the mask token means nothing else."""
+    if mask in target.eos_token_ids:
+        raise ConfigError(
+            f"mask_token_id {mask} is a stop token of the target ({list(target.eos_token_ids)}); "
+            "it must be a token that ends nothing"
+        )
+    if dataset.counts[mask]:
+        raise ConfigError(
+            f"mask_token_id {mask} occurs {dataset.counts[mask]} times in the data; "
+            "it must be a token that never occurs in text"
+        )
+
+
+def _open_features(
+    config: TrainConfig, target: LoadedTarget, draft: DraftConfig, dataset: Dataset, target_fingerprint: str
+) -> Features:
+    extractor = FeatureExtractor(target.params, target.config)
+    if config.data.features is None:
+        return Features(dataset, extractor, draft.target_layer_ids)
+    return CachedFeatures(
+        dataset,
+        extractor,
+        draft.target_layer_ids,
+        directory=config.data.features,
+        target=target_fingerprint,
+        hidden=target.config.hidden_size,
+        limit_gb=config.data.features_gb,
+    )
+
+
+def _measure_scale(
+    config: TrainConfig, draft: DraftConfig, dataset: Dataset, features: Features
+) -> Float[np.ndarray, " features"]:
+    if config.init.fc == "plain" and config.draft.path is None:
+        return np.ones(draft.hidden_size * len(draft.target_layer_ids), np.float32)
+    chosen = Order(dataset, config.seed, config.init.feature_sequences).sequences(0)
+    return feature_scale([features.read(index) for index in chosen])
+
+
+def build_features(config: TrainConfig, report_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+    """Computes the features of all sequences of a run ahead of it.
+
+    Args:
+      config: the run; its `data.features` says where to.
+      report_progress: called with the sequences done and their number.
+
+    Raises:
+      ConfigError: no `data.features`, or one that belongs to something else.
+    """
+    if config.data.features is None:
+        raise ConfigError("data.features is missing; it must name the directory for the computed features")
+    target = load_target(config.target, "float32")
+    dataset = open_dataset(
+        config.data.path,
+        vocab_size=target.config.vocab_size,
+        max_length=config.data.max_length,
+        held_out=config.data.held_out,
+        min_answer=config.data.min_answer,
+    )
+    _, draft_config = starting_draft(config, target)
+    features = _open_features(config, target, draft_config, dataset, fingerprint(target.params, target.config))
+    indices = np.sort(np.concatenate([dataset.train, dataset.held_out]))
+    for done, index in enumerate(indices, start=1):
+        features.read(int(index))
+        report_progress(done, len(indices))

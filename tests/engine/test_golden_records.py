@@ -1,0 +1,49 @@
+"""Generation against the reference package's record: tokens, tokens per round, drafted blocks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.pairs import PAIRS, SAMPLING, assert_is_golden, cases, engine, prompts
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_each_case_alone_is_the_golden_record(pair):
+    for case in cases(pair):
+        completion = engine(pair, prefix_cache=False).generate([case["prompt"]], SAMPLING)[0]
+        assert_is_golden(completion, case)
+        assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_all_cases_at_once_are_as_alone(pair):
+    served = engine(pair)
+    for completion, case in zip(served.generate(prompts(pair), SAMPLING), cases(pair), strict=True):
+        assert_is_golden(completion, case)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_noise_in_random_order_changes_nothing(pair):
+    noise = [prompt for other in PAIRS if other != pair for prompt in prompts(other)]
+    queue = [(prompt, None) for prompt in noise] + [(case["prompt"], case) for case in cases(pair)]
+    random.Random(pair).shuffle(queue)
+    served = engine(pair)
+    for completion, (_, case) in zip(served.generate([p for p, _ in queue], SAMPLING), queue, strict=True):
+        if case is not None:
+            assert_is_golden(completion, case)
+
+
+def test_several_rounds_per_step_are_the_same_rounds():
+    pair = PAIRS[1]
+    served = engine(pair, rounds_per_step=3)
+    for completion, case in zip(served.generate(prompts(pair), SAMPLING), cases(pair), strict=True):
+        assert_is_golden(completion, case)
+
+
+def test_plain_decoding_gives_the_same_tokens():
+    pair = PAIRS[1]
+    for completion, case in zip(engine(None).generate(prompts(pair), SAMPLING), cases(pair), strict=True):
+        assert list(completion.token_ids) == case["greedy_tokens"]
+        assert completion.metrics.drafts_proposed == 0

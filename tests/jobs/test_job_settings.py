@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.jobs.settings import read_settings
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text, *overrides):
+        path = tmp_path / "job.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_settings(path, overrides)
+
+    return read
+
+
+def test_values_and_overrides_are_yaml(read):
+    values = read("a: {b: 1}\n", "a.b=2", "a.c=[x, 1e-4]", "d.e=null", "f=true", "g=a=b")
+    assert values == {"a": {"b": 2, "c": ["x", 1e-4]}, "d": {"e": None}, "f": True, "g": "a=b"}
+
+
+def test_an_override_reaches_into_an_empty_section(read):
+    assert read("a:\n", "a.b=1") == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("2E3", 2e3), ("1.5e+2", 150.0), ("1e4x", "1e4x")])
+def test_numbers_with_an_exponent_need_no_dot(read, text, value):
+    assert read(f"a: {text}") == {"a": value}
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(read):
+    assert read(b"\xef\xbb\xbfa: 1") == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [1", r"is not YAML \(line"),
+        ("a: 1\na: 2", "'a' is given twice"),
+        ("- 1", "holds a list; a config is a mapping"),
+        ("", "holds nothing"),
+        (b"a: \xff", "is not UTF-8"),
+        ("a: !!python/object:os.system {}", "is not YAML"),
+        ("? [a]\n: 1", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(read, text, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        read(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("a.b", "is not an assignment"),
+        ("=1", "is not an assignment"),
+        ("a..b=1", "is not an assignment"),
+        ("a.b=1", "a is 1, which has no keys inside"),
+        ("a=[1", "is not YAML"),
+    ],
+)
+def test_a_malformed_override_is_refused(read, override, says):
+    with pytest.raises(ConfigError, match=says):
+        read("a: 1", override)
+
+
+def test_a_missing_file_and_a_directory_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="there is no config file"):
+        read_settings(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="is a directory"):
+        read_settings(tmp_path)

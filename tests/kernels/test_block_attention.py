@@ -1,0 +1,254 @@
+"""One suite for every implementation of `block_attention`: each agrees with the reference in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import logging
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dflash_jax.kernels.block_attention import api, block_attention, pallas, pallas_kernel, pallas_tiles
+from tests.kernels.attention_cases import LAYER, Case, Shape, check, compute, make_case
+
+# A simulated GPU takes seconds per case, most of them to compile it.
+EXAMPLES = settings.default.max_examples if settings.default.max_examples > 100 else 5
+
+every_implementation = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+
+
+@st.composite
+def cases(draw) -> Case:
+    page_size = draw(st.sampled_from([16, 32, 48, 64, 128]))
+    # Simulated CTAs cost milliseconds each: the large shapes are drawn with few of them.
+    queries = draw(st.one_of(st.integers(1, 9), st.sampled_from([17, 40, 70])))
+    head_dim = draw(st.sampled_from([32, 64, 128, 256]))
+    slot_pages = draw(st.integers(1, max(1, 320 // page_size)))
+    length = slot_pages * page_size
+    shape = Shape(
+        dtype=draw(st.sampled_from(["float32", "bfloat16"])),
+        rows=draw(st.integers(1, 3)),
+        queries=queries,
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.sampled_from([1, 2, 3, 4, 8, 16] if queries <= 17 else [1, 2])),
+        head_dim=head_dim,
+        page_size=page_size,
+        slots=4,
+        slot_pages=slot_pages,
+        causal=draw(st.booleans()),
+        window=draw(st.one_of(st.none(), st.integers(1, 40), st.integers(1, length + queries))),
+        splits=draw(st.sampled_from([1, 2, 3, None])),
+    )
+    lengths = st.one_of(st.integers(0, length), st.integers(0, slot_pages).map(lambda n: n * page_size))
+    shared = draw(st.integers(0, slot_pages))
+    context_len = [draw(lengths) for _ in range(shape.slots)]
+    context_len[1] = max(context_len[1], context_len[0]) if shared else context_len[1]
+    return make_case(
+        shape,
+        context_len=context_len,
+        idx_mapping=draw(st.permutations([*range(shape.slots), -1, -1]))[: shape.rows],
+        q_len=[draw(st.one_of(st.just(queries), st.integers(0, queries))) for _ in range(shape.rows)],
+        seed=draw(st.integers(0, 2**32 - 1)),
+        shared_pages=shared,
+    )
+
+
+@every_implementation
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(case=cases())
+def test_drawn_cases_agree_with_the_reference(implementation, case):
+    check(implementation, case)
+
+
+SMALL = Shape()
+PAGE = SMALL.page_size
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param(0, id="context 0"),
+        pytest.param(PAGE, id="exactly one page"),
+        pytest.param(PAGE - 1, id="page boundary minus one"),
+        pytest.param(PAGE + 1, id="page boundary plus one"),
+        pytest.param(3 * PAGE, id="full table"),
+    ],
+)
+def test_context_of(implementation, context):
+    check(
+        implementation, make_case(SMALL, context_len=[7, context, 20, context], idx_mapping=[3, 1, 2], q_len=[5, 1, 4])
+    )
+
+
+@every_implementation
+@pytest.mark.parametrize("causal", [True, False])
+def test_window_smaller_than_a_page(implementation, causal):
+    shape = dataclasses.replace(SMALL, causal=causal, window=4)
+    check(implementation, make_case(shape, context_len=[1, 40, 17, 48], idx_mapping=[1, 2, 3], q_len=[5, 5, 3]))
+
+
+@every_implementation
+def test_empty_row_in_the_middle(implementation):
+    check(implementation, make_case(SMALL, context_len=[9, 30, 0, 5], idx_mapping=[1, -1, 0], q_len=[5, 5, 2]))
+
+
+@every_implementation
+def test_two_slots_share_pages(implementation):
+    case = make_case(SMALL, context_len=[40, 45, 1, 1], idx_mapping=[1, 0, 2], q_len=[5, 5, 5], shared_pages=2)
+    assert (case.block_table[0, :2] == case.block_table[1, :2]).all()
+    check(implementation, case)
+
+
+@every_implementation
+def test_nan_outside_the_context_never_reaches_the_output(implementation):
+    case = make_case(SMALL, context_len=[33, 16, 1, 0], idx_mapping=[0, 3, 1], q_len=[3, 5, 0])
+    poisoned = [name for name, value in case.arrays.items() if np.isnan(np.asarray(value)).any()]
+    assert poisoned == ["q", "k_block", "v_block", "k_pages", "v_pages"]
+    assert np.isfinite(compute(implementation, case)).all()
+    check(implementation, case)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pallas_does_not_depend_on_the_split(dtype):
+    results = []
+    for splits in (1, 3):
+        shape = dataclasses.replace(SMALL, dtype=dtype, page_size=64, splits=splits)
+        case = make_case(shape, context_len=[192, 100, 65, 3], idx_mapping=[0, 2, 3], q_len=[5, 5, 5])
+        results.append(compute("pallas", case).astype(np.float64))
+    tolerance = {"float32": 2e-6, "bfloat16": 1e-2}[dtype]
+    np.testing.assert_allclose(results[1], results[0], atol=tolerance)
+
+
+def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
+    """The module, with one piece of its source replaced."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{old!r} is not in {module.__name__} once"
+    clone = types.ModuleType(module.__name__)
+    assert module.__file__ is not None
+    exec(compile(source.replace(old, new), module.__file__, "exec"), clone.__dict__)
+    return clone
+
+
+MUTANTS = {
+    "reads the context of the row, not of its slot": ("slot = jnp.maximum(mapped, 0)", "slot = row"),
+    "reads the pages of the row, not of its slot": (
+        "self.block_table[work.slot, logical]",
+        'self.block_table[lax.axis_index("row"), logical]',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(name, monkeypatch):
+    case = make_case(SMALL, context_len=[9, 30, 20, 5], idx_mapping=[1, 0, 3], q_len=[5, 5, 5])
+    check("pallas", case)
+    changed = mutant(pallas_tiles, *MUTANTS[name])
+    monkeypatch.setattr(pallas_kernel, "work_of_cta", changed.work_of_cta)
+    monkeypatch.setattr(pallas_kernel, "Loader", changed.Loader)
+    with pytest.raises(AssertionError, match="Mismatched elements"):
+        check("pallas", case, jit=functools.partial(jax.jit))
+
+
+def abstract_arguments(shape: Shape, layers: int = 36, pages: int = 16_000) -> dict[str, jax.ShapeDtypeStruct]:
+    def array(*dimensions, dtype=shape.dtype):
+        return jax.ShapeDtypeStruct(dimensions, dtype)
+
+    pool = array(layers, pages, shape.page_size, shape.kv_heads, shape.head_dim)
+    block = array(shape.rows, shape.queries, shape.kv_heads, shape.head_dim)
+    return {
+        "q": array(shape.rows, shape.queries, shape.kv_heads * shape.group, shape.head_dim),
+        "k_block": block,
+        "v_block": block,
+        "k_pages": pool,
+        "v_pages": pool,
+        "block_table": array(64, 40_960 // shape.page_size, dtype=jnp.int32),
+        "idx_mapping": array(shape.rows, dtype=jnp.int32),
+        "context_len": array(64, dtype=jnp.int32),
+        "q_len": array(shape.rows, dtype=jnp.int32),
+    }
+
+
+QWEN3_8B = Shape(dtype="bfloat16", kv_heads=8, group=4, head_dim=128)
+LOWERED = [
+    *(
+        dataclasses.replace(QWEN3_8B, rows=rows, queries=queries, page_size=page_size)
+        for rows, queries, page_size in [
+            *((1, 1, 16), (8, 1, 64), (32, 1, 128)),
+            *((1, 8, 128), (8, 8, 16), (32, 8, 32)),
+            *((1, 9, 64), (8, 9, 128), (32, 9, 16)),
+            *((1, 17, 32), (8, 17, 16), (32, 17, 64)),
+            *((1, 128, 16), (8, 128, 128)),
+        ]
+    ),
+    *(
+        dataclasses.replace(QWEN3_8B, rows=rows, queries=8, causal=False, window=2048, group=group)
+        for rows, group in [(1, 4), (32, 8)]
+    ),
+    dataclasses.replace(QWEN3_8B, head_dim=64, group=16, queries=4),
+    dataclasses.replace(QWEN3_8B, head_dim=256, kv_heads=4, queries=8),
+    dataclasses.replace(QWEN3_8B, dtype="float32", queries=8),
+    dataclasses.replace(QWEN3_8B, dtype="float32", head_dim=256, kv_heads=2, queries=8),
+]
+
+
+@pytest.mark.parametrize("shape", LOWERED, ids=lambda s: f"{s.rows}x{s.queries} {s.dtype} {s.head_dim} p{s.page_size}")
+def test_pallas_lowers_for_cuda(shape):
+    def attend(arguments):
+        static = {"layer": LAYER, "causal": shape.causal, "window": shape.window, "scale": 0.1}
+        return block_attention(**arguments, **static, implementation="pallas")
+
+    exported = jax.export.export(jax.jit(attend), platforms=["cuda"])(abstract_arguments(shape))
+    assert exported.mlir_module().count("mosaic_gpu") >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"head_dim": 8}, "head_dim 8"),
+        ({"page_size": 12, "slot_pages": 4}, "page_size 12"),
+        ({"dtype": "float16"}, "float16"),
+    ],
+)
+def test_unsupported_shapes_fall_back_to_xla_and_say_so_once(change, reason, caplog):
+    shape = dataclasses.replace(SMALL, **change)
+    case = make_case(shape, context_len=[7, 16, 20, 3], idx_mapping=[3, 1, 2], q_len=[5, 1, 4])
+    api._log_once.cache_clear()
+    static = {"layer": LAYER, "causal": True, "window": None, "scale": 0.1}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            out = block_attention(**case.arguments, **static, implementation="pallas")
+    assert len(caplog.records) == 1 and reason in caplog.text
+    expected = block_attention(**case.arguments, **static, implementation="xla")
+    np.testing.assert_array_equal(out, expected)
+
+
+class FakeDevice:
+    def __init__(self, compute_capability: str):
+        self.compute_capability = compute_capability
+        self.device_kind = "NVIDIA of the tests"
+
+
+@pytest.mark.parametrize(("capability", "chosen"), [("9.0", "pallas"), ("8.0", "xla"), ("10.0", "xla")])
+def test_gpus_but_hopper_use_xla(capability, chosen, monkeypatch, caplog):
+    assert api._default() == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice(capability)])
+    api._log_once.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert api._default() == chosen
+    assert len(caplog.records) == (chosen == "xla")
+
+
+def test_splits_fill_the_gpu_and_no_more():
+    assert 0.85 * 264 <= 8 * pallas._splits(ctas=8, tiles=640, concurrent=264) <= 264
+    assert pallas._splits(ctas=64, tiles=640, concurrent=264) == 4
+    assert pallas._splits(ctas=8, tiles=3, concurrent=264) == 3, "a share has at least a tile"
+    assert pallas._splits(ctas=256, tiles=640, concurrent=264) == 1

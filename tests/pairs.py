@@ -1,0 +1,73 @@
+"""The trained recall pairs and their golden records, loaded once."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from dflash_jax import Completion, Engine, EngineConfig
+from dflash_jax.checkpoints import load_draft, load_target
+from dflash_jax.engine import Models
+
+GOLDEN = Path(__file__).parent / "golden"
+PAIRS = ("recall-dflash1", "recall-dflash2", "recall-dflash2-swa")
+SAMPLING: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
+
+# One set of sizes for all tests: each distinct one costs a compilation.
+SIZES: dict[str, Any] = {"max_slots": 3, "max_model_len": 160, "page_size": 16, "strict": True}
+
+
+@functools.cache
+def models(draft: str | None) -> Models:
+    target = load_target(GOLDEN / "recall-target")
+    if draft is None:
+        return Models(target.params, target.config)
+    loaded = load_draft(GOLDEN / draft)
+    return Models(target.params, target.config, loaded.params, loaded.config)
+
+
+def engine(draft: str | None, *, k: int | None = None, max_context: int | None = None, **sizes: Any) -> Engine:
+    return Engine(models(draft), EngineConfig(**{**SIZES, **sizes}), k=k, max_context=max_context)
+
+
+@functools.cache
+def cases(draft: str) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads((GOLDEN / f"{draft}.json").read_text())["cases"])
+
+
+@functools.cache
+def tensors(name: str) -> dict[str, Any]:
+    return load_file(GOLDEN / f"{name}.safetensors")
+
+
+def prompts(draft: str) -> list[list[int]]:
+    return [case["prompt"] for case in cases(draft)]
+
+
+def full_blocks(case: dict[str, Any]) -> list[list[int]]:
+    """Drafted blocks up to the first that the reference cut short; see golden/README.md."""
+    k = len(case["drafted_blocks"][0])
+    blocks = case["drafted_blocks"]
+    return blocks[: next((i for i, block in enumerate(blocks) if len(block) < k), len(blocks))]
+
+
+def assert_is_golden(completion: Completion, case: dict[str, Any]) -> None:
+    assert list(completion.token_ids) == case["greedy_tokens"]
+    assert list(completion.produced_per_round) == case["produced_per_round"]
+    drafted = [list(block) for block in completion.drafted_blocks]
+    assert drafted[: len(full_blocks(case))] == full_blocks(case)
+
+
+def record(completion: Completion) -> tuple[Any, ...]:
+    """What must not depend on who else is served: tokens, rounds, drafted blocks."""
+    return completion.token_ids, completion.produced_per_round, completion.drafted_blocks
+
+
+@functools.cache
+def alone(draft: str | None, prompt: tuple[int, ...], sampling: tuple[tuple[str, Any], ...] = ()) -> Completion:
+    """A request on its own in a fresh engine."""
+    return engine(draft, prefix_cache=False).generate([prompt], {**SAMPLING, **dict(sampling)})[0]

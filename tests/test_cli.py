@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dflash_jax import cli
+from dflash_jax.jobs.screen import Screen
+
+GOLDEN = Path(__file__).parent / "golden"
+CASE = json.loads((GOLDEN / "recall-dflash2.json").read_text())["cases"][0]
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Calls the command line; returns exit code, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dflash-jax", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return exit_.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def config(tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text(json.dumps({"id": "a", "prompt_token_ids": CASE["prompt"]}) + "\nnot json\n")
+    path = tmp_path / "job.yaml"
+    values = {
+        "target": {"path": str(GOLDEN / "recall-target")},
+        "draft": {"path": str(GOLDEN / "recall-dflash2")},
+        "engine": {"max_slots": 3, "max_model_len": 160, "strict": True},
+        "sampling": {"max_tokens": 48},
+        "input": {"path": str(prompts)},
+        "output": {"path": str(tmp_path / "out.jsonl")},
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def refused(result, says):
+    """Exit code 2 and one sentence on stderr, which is all that is said."""
+    code, out, err = result
+    assert code == 2, err
+    assert re.search(says, err.splitlines()[-1]), err
+    assert err.splitlines()[-1].startswith("dflash-jax: ")
+    assert "Traceback" not in err and out == ""
+
+
+def edited(directory, source, edit):
+    """A copy of a golden checkpoint with its config.json changed."""
+    copy = directory / source
+    shutil.copytree(GOLDEN / source, copy)
+    fields = json.loads((copy / "config.json").read_text())
+    edit(fields)
+    (copy / "config.json").write_text(json.dumps(fields))
+    return copy
+
+
+def test_generate_answers_and_says_what_came_of_it(call, config):
+    code, out, err = call("generate", config, "--set", "output.trace=true", "--set", "sampling.max_tokens=20")
+    assert code == 0, err
+    rows = [json.loads(line) for line in (config.parent / "out.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row["id"] == "a"]
+    assert row["token_ids"] == CASE["greedy_tokens"][:20] and row["trace"]["drafted_blocks"]
+    for word in (
+        "finished",
+        "output tokens",
+        "accepted drafts",
+        "throughput",
+        "line 2: the line is not JSON",
+        "out.jsonl",
+    ):
+        assert word in out
+    summary = json.loads((config.parent / "out.summary.json").read_text())
+    assert summary["requests"]["total"] == 2 and summary["requests"]["error"] == 1
+
+
+def test_an_interrupted_generate_says_so_and_how_to_go_on(call, config, monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Screen, "finished", lambda self, item, row: signal.raise_signal(signal.SIGINT))
+    code, out, err = call("generate", config)
+    assert code == 130
+    assert err.endswith("dflash-jax: stopped by SIGINT; run the same command again for the rest\n")
+    assert "stopped" in out and "Traceback" not in err
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("engine.max_slot=2", "unknown key 'engine.max_slot'; the nearest known one is 'engine.max_slots'"),
+        ("sampling.temprature=1", "unknown sampling key 'temprature'; the nearest known one is 'temperature'"),
+        ("target.path=absent", "there is no checkpoint 'absent'"),
+        ("input.path=absent.jsonl", "there is no input file 'absent.jsonl'"),
+        ("engine.max_slots", "is not an assignment"),
+        ("draft.k=0", "'draft.k' is 0"),
+        ("draft.mask_token_id=64", "mask_token_id 64 is outside"),
+    ],
+)
+def test_generate_refuses_a_bad_setting_in_one_sentence(call, config, override, says):
+    refused(call("generate", config, "--set", override), says)
+
+
+def test_generate_refuses_a_missing_config(call, tmp_path):
+    refused(call("generate", tmp_path / "absent.yaml"), "there is no config file")
+
+
+def test_generate_refuses_an_unknown_architecture(call, config, tmp_path):
+    odd = edited(tmp_path, "recall-target", lambda fields: fields.update(architectures=["OddForCausalLM"]))
+    refused(call("generate", config, "--set", f"target.path={odd}"), "OddForCausalLM")
+
+
+def test_generate_refuses_a_pair_that_does_not_fit(call, config):
+    target = GOLDEN / "tiny-llama-rope3-tied"
+    refused(
+        call("generate", config, "--set", f"target.path={target}"), "(hidden_size|vocab_size) .* is not the target's"
+    )
+
+
+def test_generate_refuses_a_mask_token_outside_the_vocabulary(call, config, tmp_path):
+    draft = edited(tmp_path, "recall-dflash2", lambda f: f["dflash_config"].update(mask_token_id=999))
+    refused(call("generate", config, "--set", f"draft.path={draft}"), "mask_token_id 999 is outside")
+
+
+def test_generate_refuses_a_checkpoint_without_its_weights(call, config, tmp_path):
+    draft = edited(tmp_path, "recall-dflash2", lambda fields: None)
+    (draft / "model.safetensors").unlink()
+    refused(call("generate", config, "--set", f"draft.path={draft}"), "safetensors")
+
+
+def test_inspect_tells_what_a_target_is(call):
+    code, out, _ = call("inspect", GOLDEN / "recall-target", "--max-slots", "3", "--max-model-len", "160")
+    assert code == 0
+    for word in ("Qwen3ForCausalLM", "607,616", "4 full", "32.00 KiB for 16 tokens", "320.00 KiB in 10 pages"):
+        assert word in out
+    assert "drafts" not in out
+
+
+def test_inspect_tells_a_drafts_options(call):
+    code, out, _ = call("inspect", GOLDEN / "recall-dflash2-swa", "--k", "5")
+    assert code == 0
+    for word in ("3 window 24, not causal", "5 drafted", "rank 32, top 8", "1.5", "0.8", "20", "verifies 6 tokens"):
+        assert word in out
+
+
+def test_inspect_adds_up_a_pair(call):
+    code, out, _ = call(
+        "inspect", GOLDEN / "recall-target", "--draft", GOLDEN / "recall-dflash2-swa", "--dtype", "bfloat16"
+    )
+    assert code == 0
+    # (4 + 3 layers) x 2 (K and V) x 16 tokens x 2 heads x 32 x 2 bytes.
+    assert "28.00 KiB for 16 tokens" in out and "target and draft together" in out
+
+
+def test_inspect_refuses_what_does_not_fit(call, tmp_path):
+    refused(call("inspect", tmp_path / "absent"), "there is no checkpoint")
+    target, draft = GOLDEN / "recall-target", GOLDEN / "recall-dflash2"
+    refused(call("inspect", target, "--k", 3), "k is 3, but there is no draft")
+    refused(call("inspect", draft, "--draft", target), "is a draft; give the target first")
+    refused(call("inspect", target, "--draft", target), "is a target .*, not a draft")
+    refused(call("inspect", GOLDEN / "tiny-llama-rope3-tied", "--draft", draft), "is not the target's")
+    refused(call("inspect", target, "--page-size", 0), "'page_size' is 0")
+
+
+def test_the_version_is_the_packages(call):
+    code, out, _ = call("--version")
+    assert (code, out) == (0, "dflash-jax 0.1.0\n")
+
+
+def test_an_unknown_command_and_option_exit_with_2(call):
+    assert call("generat")[0] == 2
+    assert call("generate", "x.yaml", "--sett", "a=1")[0] == 2
+
+
+def test_the_installed_command_refuses_like_the_function(tmp_path):
+    command = [sys.executable, "-m", "dflash_jax.cli", "generate", "absent.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert done.stderr == "dflash-jax: there is no config file 'absent.yaml'\n" and done.stdout == ""
