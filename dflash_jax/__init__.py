@@ -1,7 +1,13 @@
 """LLM generation in JAX by DFlash and DFlash 2 speculative decoding."""
 
-from dflash_jax.engine import Completion, Engine, EngineConfig, EngineState, SamplingParams, Update
-from dflash_jax.errors import CheckpointError, ConfigError, DflashError, InvariantError, RequestError
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dflash_jax.engine import Completion, Engine, EngineConfig, EngineState, SamplingParams, Update
+    from dflash_jax.errors import CheckpointError, ConfigError, DflashError, InvariantError, RequestError
 
 __all__ = [
     "CheckpointError",
@@ -16,3 +22,11 @@ __all__ = [
     "SamplingParams",
     "Update",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first asked for, so that `dflash-jax --help` does not wait for JAX."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "dflash_jax.errors" if name.endswith("Error") else "dflash_jax.engine"
+    return getattr(importlib.import_module(module), name)

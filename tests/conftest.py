@@ -13,6 +13,8 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The models are tiny: compiling them takes far longer than running them, however slowly.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 if os.environ.get("DFLASH_JAX_TYPECHECK", "1") != "0":
     from jaxtyping import install_import_hook

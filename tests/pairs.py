@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file
 from dflash_jax import Completion, Engine, EngineConfig
 from dflash_jax.checkpoints import load_draft, load_target
 from dflash_jax.engine import Models
+from dflash_jax.engine.pages import empty_pool
 
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = ("recall-dflash1", "recall-dflash2", "recall-dflash2-swa")
@@ -30,8 +32,24 @@ def models(draft: str | None) -> Models:
     return Models(target.params, target.config, loaded.params, loaded.config)
 
 
-def engine(draft: str | None, *, k: int | None = None, max_context: int | None = None, **sizes: Any) -> Engine:
-    return Engine(models(draft), EngineConfig(**{**SIZES, **sizes}), k=k, max_context=max_context)
+def engine(
+    draft: str | None,
+    *,
+    k: int | None = None,
+    max_context: int | None = None,
+    pages: int | None = None,
+    slots: int | None = None,
+    **sizes: Any,
+) -> Engine:
+    """An engine on a recall pair.
+
+    `pages` and `slots` limit what the host may use without changing any shape on the device, so that
+    small pools and few slots need no compilation of their own.
+    """
+    served = Engine(models(draft), EngineConfig(**{**SIZES, **sizes}), k=k, max_context=max_context)
+    pool = served.host.pool if pages is None else empty_pool(pages, served.config.page_size)
+    served.host = dataclasses.replace(served.host, pool=pool, max_slots=slots or served.host.max_slots)
+    return served
 
 
 @functools.cache

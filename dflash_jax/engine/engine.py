@@ -112,6 +112,10 @@ class Engine(Core):
                 return self._outbox.close(progress, "abort", deliver=False)
         raise RequestError(f"no request {request_id!r} is in flight, so it cannot be aborted")
 
+    def slot_of(self, request_id: str) -> int | None:
+        """Where on the device a request lives; None while it waits, and once it is done."""
+        return next((p.slot for p in self.host.running if p.request.id == request_id), None)
+
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt.
 
