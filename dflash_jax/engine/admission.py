@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.pages import PagePool
 from dflash_jax.engine.request import Request, SamplingParams
 from dflash_jax.engine.scheduler import pages_for
 from dflash_jax.errors import RequestError
@@ -15,7 +15,8 @@ def make_request(
     sampling: SamplingParams,
     *,
     target: TargetConfig,
-    config: EngineConfig,
+    max_model_len: int,
+    pool: PagePool,
     has_tokenizer: bool,
 ) -> Request:
     """A request that the engine can serve.
@@ -25,7 +26,8 @@ def make_request(
       prompt: token ids.
       sampling: how to answer.
       target: the model that answers.
-      config: the engine's sizes.
+      max_model_len: longest prompt and output together.
+      pool: the page pool it will live in.
       has_tokenizer: whether output becomes text.
 
     Raises:
@@ -36,21 +38,21 @@ def make_request(
     outside = [token for token in prompt if not 0 <= token < target.vocab_size]
     if outside:
         raise RequestError(f"prompt token {outside[0]} is outside the vocabulary of {target.vocab_size} tokens")
-    room = config.max_model_len - len(prompt)
+    room = max_model_len - len(prompt)
     if room <= 0:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens, which leaves no room to answer in "
-            f"engine.max_model_len {config.max_model_len}"
+            f"engine.max_model_len {max_model_len}"
         )
     if sampling.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and the model has none; use stop_token_ids instead")
     own = () if sampling.ignore_eos else target.eos_token_ids
     stop_tokens = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
     request = Request(request_id, prompt, sampling, stop_tokens, min(sampling.max_tokens, room))
-    needed = pages_for(request.longest, config.page_size)
-    if needed > config.pool_pages:
+    needed = pages_for(request.longest, pool.page_size)
+    if needed > pool.num_pages:
         raise RequestError(
-            f"the request may grow to {request.longest} tokens, which is {needed} pages of {config.page_size}, but "
-            f"the whole pool has {config.pool_pages} (engine.num_pages)"
+            f"the request may grow to {request.longest} tokens, which is {needed} pages of {pool.page_size}, but "
+            f"the whole pool has {pool.num_pages} (engine.num_pages)"
         )
     return request

@@ -88,7 +88,8 @@ class Engine(Core):
             self.tokenize(prompt),
             sampling,
             target=self.models.target_config,
-            config=self.config,
+            max_model_len=self.config.max_model_len,
+            pool=self.host.pool,
             has_tokenizer=self.tokenizer is not None,
         )
         progress = Progress(request, arrived=self._clock(), fallback=self._fallback_of(request))

@@ -4,13 +4,14 @@ from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.export import export_draft
 from dflash_jax.training.loop import Trained, run_training, train
 from dflash_jax.training.plots import plot_metrics
-from dflash_jax.training.records import TokenSequence, shard_paths, write_shard
+from dflash_jax.training.records import TokenSequence, append_shards, shard_paths, write_shard
 from dflash_jax.training.setup import build_features
 
 __all__ = [
     "TokenSequence",
     "TrainConfig",
     "Trained",
+    "append_shards",
     "build_features",
     "export_draft",
     "plot_metrics",

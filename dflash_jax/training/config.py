@@ -54,16 +54,16 @@ class InitSection(_Section):
     Attributes:
       fc: "scaled" draws it for features of unit variance, dividing by each feature's measured standard
         deviation; "plain" draws it for raw features; "last" passes the last layer's features through.
-      layers: "target" copies the target's last layers, "random" draws them.
+      layers: "random" draws them, "target" copies the target's last layers.
       second_tap: start of the convolutions' second tap before a sublayer; 0 is plain DFlash.
       scale: standard deviation of weights that are drawn, times 1 / sqrt(inputs).
       feature_sequences: sequences to measure the features on.
     """
 
     fc: Literal["plain", "scaled", "last"] = "scaled"
-    layers: Literal["random", "target"] = "target"
+    layers: Literal["random", "target"] = "random"
     second_tap: float = 0.0
-    scale: Annotated[float, Field(gt=0)] = 1.0
+    scale: Annotated[float, Field(gt=0)] = 0.5
     feature_sequences: Positive = 16
 
 

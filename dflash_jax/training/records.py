@@ -6,6 +6,7 @@ A record is little-endian int32: the number of prompt tokens, then the tokens.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -59,6 +60,25 @@ def write_shard(directory: str | Path, index: int, sequences: Iterable[TokenSequ
     writer.close()
     os.replace(partial, path)
     return path
+
+
+def append_shards(directory: str | Path, sequences: Iterable[TokenSequence], per_shard: int = 1000) -> list[Path]:
+    """Writes sequences as new shards after those that are there.
+
+    Args:
+      directory: where to; made if it is not there.
+      sequences: what to add.
+      per_shard: sequences of a shard; the last one may have fewer.
+
+    Returns:
+      The new shards.
+    """
+    existing = shard_paths(directory)
+    first = int(existing[-1].stem) + 1 if existing else 0
+    remaining = iter(sequences)
+    # itertools.batched is newer than the oldest Python that is supported.
+    batches = iter(lambda: list(itertools.islice(remaining, per_shard)), [])
+    return [write_shard(directory, first + number, batch) for number, batch in enumerate(batches)]
 
 
 def shard_paths(directory: str | Path) -> list[Path]:

@@ -86,8 +86,6 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
         params = fresh_params(jax.random.fold_in(key, 1), draft_config, config.init, target.params, target.config)
     else:
         params = scale_features(start, scale)
-    # Copies: a donated buffer must not be one that the target goes on using.
-    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
     state = initial_state(params, make_optimiser(config.optimiser), jax.random.fold_in(key, 2))
     return Run(config, target, draft_config, dataset, features, borrow(target.params, config.dtype), scale, state)
 

@@ -33,5 +33,6 @@ class TrainState:
 
 
 def initial_state(params: DraftParams, optimiser: optax.GradientTransformation, key: Key[Array, ""]) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step. It shares no array with what it is made from, since steps donate it."""
+    params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
     return TrainState(params, optimiser.init(params), jnp.zeros((), jnp.int32), jax.random.key_data(key))

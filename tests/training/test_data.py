@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.training import TokenSequence, shard_paths, write_shard
+from dflash_jax.training import TokenSequence, append_shards, shard_paths, write_shard
 from dflash_jax.training.anchors import Anchors, block_labels, sample_anchors
 from dflash_jax.training.dataset import Order, is_held_out, open_dataset
 from dflash_jax.training.feature_cache import CachedFeatures, Features
@@ -37,6 +37,14 @@ def test_shards_are_read_in_order_and_partial_ones_are_not(tmp_path):
     write_shard(tmp_path, 0, made[:4])
     (tmp_path / "00002.partial").write_bytes(b"torn")
     assert [path.name for path in shard_paths(tmp_path)] == ["00000.arrayrecord", "00001.arrayrecord"]
+    source = SequenceSource(tmp_path)
+    assert [source[i].tokens.tolist() for i in range(len(source))] == [one.tokens.tolist() for one in made]
+
+
+def test_appended_shards_follow_those_that_are_there(tmp_path):
+    made = sequences(7, 20)
+    append_shards(tmp_path, made[:3], per_shard=2)
+    assert [path.name[:5] for path in append_shards(tmp_path, iter(made[3:]), per_shard=2)] == ["00002", "00003"]
     source = SequenceSource(tmp_path)
     assert [source[i].tokens.tolist() for i in range(len(source))] == [one.tokens.tolist() for one in made]
 
@@ -180,5 +188,5 @@ def test_features_of_other_sequences_are_refused(tmp_path, recall_data):
 
 
 def test_features_that_do_not_fit_are_refused(tmp_path, recall_data):
-    with pytest.raises(ConfigError, match="data.features_gb"):
+    with pytest.raises(ConfigError, match=r"data\.features_gb"):
         cache(tmp_path, opened(recall_data), limit_gb=1e-6)

@@ -19,7 +19,10 @@ from tests.training.recall import MASK, target
 SECTION = DraftSection(num_layers=2, block_size=4, mask_token_id=MASK, target_layer_ids=(0, 2), selector_rank=8)
 
 
-def fresh(init: InitSection = InitSection(), section: DraftSection = SECTION):
+DEFAULT = InitSection()
+
+
+def fresh(init: InitSection = DEFAULT, section: DraftSection = SECTION):
     loaded = target()
     config = fresh_config(section, loaded.config)
     return config, fresh_params(jax.random.key(0), config, init, loaded.params, loaded.config)

@@ -140,9 +140,11 @@ def test_loss_and_gradients_are_those_of_the_plain_implementation(pair, monkeypa
     vocabulary = Vocabulary(of.target.embedding, head.head_matrix(of.target))
 
     def fast(params):
-        return fast_loss(params, of.draft_config, vocabulary, batch, ANCHORS)[0]
+        # The factor is for the hand-written backward passes, which must pass one on.
+        return 3.0 * fast_loss(params, of.draft_config, vocabulary, batch, ANCHORS)[0]
 
-    expected, expected_gradient = plain_loss(of.draft_config, vocabulary, batch, ANCHORS)(of.draft)
+    plain = plain_loss(of.draft_config, vocabulary, batch, ANCHORS)(of.draft)
+    expected, expected_gradient = jax.tree.map(lambda x: 3.0 * x, plain)
     found, found_gradient = jax.jit(jax.value_and_grad(fast))(of.draft)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     for path, expected_leaf in jax.tree_util.tree_leaves_with_path(expected_gradient):
@@ -212,7 +214,8 @@ def test_accepted_tokens_are_those_that_drafting_from_each_anchor_gets_right():
     tokens = jnp.asarray(np.stack([sequence.tokens for sequence in sequences(1, 64, seed=9)]))
     run = jax.jit(run_sequences, static_argnums=(1, 3))
     features = run(of.target, of.target_config, tokens, of.feature_layers).features
-    positions = jnp.arange(12, 56, 2, dtype=jnp.int32)
+    # The last blocks reach past the end, and are not counted.
+    positions = jnp.arange(12, 62, 2, dtype=jnp.int32)
     count = len(positions)
     batch = Batch(tokens, jnp.array([11], jnp.int32), jnp.array([64], jnp.int32), features)
     anchors = Anchors(positions[None], jnp.ones((1, count), bool))
@@ -227,9 +230,11 @@ def test_accepted_tokens_are_those_that_drafting_from_each_anchor_gets_right():
     drafted = propose(
         of.draft, of.draft_config, of.target, context, tokens[0, positions], drafts, jnp.zeros(count), None
     ).tokens
-    right = drafted == tokens[0, positions[:, None] + 1 + jnp.arange(drafts)]
+    whole = int(jnp.sum(positions + drafts < 64))
+    right = drafted[:whole] == tokens[0, positions[:whole, None] + 1 + jnp.arange(drafts)]
     accepted = int(jnp.cumprod(right, axis=1).sum())
-    assert 0 < accepted < count * drafts
+    assert whole < count
+    assert 0 < accepted < whole * drafts
     assert int(tally.accepted) == accepted
-    assert int(tally.blocks) == count
-    assert report(tally)["acceptance"] == pytest.approx(1 + accepted / count)
+    assert int(tally.blocks) == whole
+    assert report(tally)["acceptance"] == pytest.approx(1 + accepted / whole)

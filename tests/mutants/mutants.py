@@ -1,0 +1,310 @@
+"""Small edits of the package that a gate must notice, each with the test that has to go red and why.
+
+A gate that has never been seen red proves nothing. `run.py` applies each mutant to a copy of the
+package and requires its gate to fail for the stated reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """An edit and its gate.
+
+    Attributes:
+      name: what it does, as a phrase.
+      edits: (file under dflash_jax/, text that occurs exactly once, its replacement).
+      gate: pytest node that must fail.
+      reason: regular expression that its output must contain.
+    """
+
+    name: str
+    edits: tuple[tuple[str, str, str], ...]
+    gate: str
+    reason: str
+
+
+_SITUATIONS = "tests/engine/test_situations.py::"
+_GOLDEN = "tests/engine/test_golden_records.py::"
+_MODELS = "tests/models/test_golden.py::"
+_SAMPLING = "tests/sampling/test_distribution.py::"
+
+# What `assert_is_golden` prints when drafted blocks differ while tokens do not.
+_BLOCKS = r"(drafted\[: len\(full_blocks\(case\)\)\] == full_blocks|produced_per_round\) == case|record\()"
+
+_READ = "    context = state.draft_context(idx_mapping)\n"
+_WRITE = "        draft_pages = state.draft_context(jnp.where(listening, idx_mapping, -1)).write(entries, count)\n"
+_CONTINUOUS = "    continuous = ~drafting | (slots.draft_len[slot] == slots.position[slot])\n"
+_ROWS = "jnp.where(idx_mapping >= 0, jnp.arange(idx_mapping.shape[0]), -1)"
+_UNCHECKED = ("engine/invariants.py", _CONTINUOUS, "    continuous = jnp.ones_like(drafting)\n")
+
+MUTANTS = (
+    Mutant(
+        "key the draft's context by row instead of slot",
+        (
+            ("engine/steps.py", _READ, f"    context = state.draft_context({_ROWS})\n"),
+            _UNCHECKED,
+        ),
+        _SITUATIONS + "test_survivor_of_condense_drafts_what_it_would_have_drafted_alone[recall-dflash2]",
+        _BLOCKS,
+    ),
+    Mutant(
+        "on a position mismatch, stop drafting for that request",
+        (
+            (
+                "engine/steps.py",
+                "    drafting = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot]) & (drafts > 0)\n",
+                "    drafting = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot]) & (drafts > 0)\n"
+                "    moved = (slot != jnp.arange(slot.shape[0])) & (slots.position[slot] > 20)\n"
+                "    drafting &= ~moved\n",
+            ),
+            _UNCHECKED,
+        ),
+        _SITUATIONS + "test_survivor_of_condense_drafts_what_it_would_have_drafted_alone[recall-dflash2]",
+        _BLOCKS,
+    ),
+    Mutant(
+        "delete the continuity check and let a moved request draft from an empty context",
+        (
+            (
+                "engine/steps.py",
+                _READ,
+                _READ
+                + "    moved = idx_mapping != jnp.arange(rows)\n"
+                + "    empty = context.lengths.at[jnp.where(moved, idx_mapping, -1)].set(0)\n"
+                + "    context = context.replace(lengths=jnp.where(jnp.any(moved), empty, context.lengths))\n",
+            ),
+            _UNCHECKED,
+        ),
+        _SITUATIONS + "test_survivor_of_condense_drafts_what_it_would_have_drafted_alone[recall-dflash2]",
+        _BLOCKS,
+    ),
+    Mutant(
+        "delete the continuity check",
+        (_UNCHECKED,),
+        "tests/engine/test_invariants.py::test_the_violating_request_fails_by_name_and_its_neighbour_is_bit_identical[context_continuity]",
+        r"finish_reason == .error.",
+    ),
+    Mutant(
+        "never call propose",
+        (("engine/core.py", "drafts=self.k if any(", "drafts=0 if any("),),
+        _SITUATIONS + "test_metrics_count_as_vllm_does",
+        r"drafted_request_steps == len\(rounds\)",
+    ),
+    Mutant(
+        "take the context of slot s + 1",
+        (
+            (
+                "engine/steps.py",
+                _READ,
+                "    context = state.draft_context(\n"
+                "        jnp.where(idx_mapping >= 0, (idx_mapping + 1) % state.slots.position.shape[0], -1)\n"
+                "    )\n",
+            ),
+        ),
+        _GOLDEN + "test_all_cases_at_once_are_as_alone[recall-dflash2]",
+        _BLOCKS,
+    ),
+    Mutant(
+        "shift context positions by one page after a prefix hit",
+        (
+            (
+                "engine/steps.py",
+                "        positions = position[:, None] + jnp.arange(extension.features.shape[1])\n",
+                "        positions = position[:, None] + jnp.arange(extension.features.shape[1])\n"
+                "        after_hit = ~state.slots.decoding[slot] & (position > 0)\n"
+                "        positions += jnp.where(after_hit, state.target_pages.k.shape[2], 0)[:, None]\n",
+            ),
+        ),
+        _SITUATIONS + "test_a_shared_beginning_drafts_the_same_blocks_cold_and_warm[2]",
+        _BLOCKS,
+    ),
+    Mutant(
+        "skip the context write of the last accepted token",
+        (("engine/steps.py", _WRITE, _WRITE.replace("(entries, count)", "(entries, jnp.maximum(count - 1, 1))")),),
+        _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-dflash2]",
+        _BLOCKS,
+    ),
+    Mutant(
+        "drop the sliding window on non-causal layers",
+        (
+            (
+                "models/draft.py",
+                "                window=layer.window,\n",
+                "                window=layer.window if layer.causal else None,\n",
+            ),
+        ),
+        _SITUATIONS + "test_a_sliding_draft_sees_only_its_window",
+        r"block\[0\] == block\[1\]",
+    ),
+    Mutant(
+        "make every window one token wider",
+        (
+            (
+                "models/draft.py",
+                "                window=layer.window,\n",
+                "                window=layer.window and layer.window + 1,\n",
+            ),
+        ),
+        _MODELS + "test_draft_hidden_states_are_the_references[recall-dflash2-swa]",
+        r"Not equal to tolerance",
+    ),
+    Mutant(
+        "reuse the proposal's random draw when resampling",
+        (("sampling/keys.py", "position * len(Purpose) + purpose)", "position * len(Purpose) + 0 * purpose)"),),
+        _SAMPLING + "test_speculated_tokens_follow_the_targets_joint_distribution[{}-2]",
+        r"p = ",
+    ),
+    Mutant(
+        "reuse the acceptance's random draw when resampling",
+        (("sampling/verify.py", "Purpose.TARGET)[:, 0]", "Purpose.ACCEPT)[:, 0]"),),
+        _SAMPLING + "test_speculated_tokens_follow_the_targets_joint_distribution[{}-2]",
+        r"p = ",
+    ),
+    Mutant(
+        "accept with q instead of p",
+        (("sampling/verify.py", "draw * q_drafted < p_drafted", "draw < q_drafted"),),
+        _SAMPLING + "test_speculated_tokens_follow_the_targets_joint_distribution[{}-2]",
+        r"p = ",
+    ),
+    Mutant(
+        "resample from p instead of the residual",
+        (
+            (
+                "sampling/verify.py",
+                "weights = jnp.where(residual.sum(-1, keepdims=True) > 0, residual, p_next)",
+                "weights = p_next",
+            ),
+        ),
+        _SAMPLING + "test_speculated_tokens_follow_the_targets_joint_distribution[{}-1]",
+        r"p = ",
+    ),
+    Mutant(
+        "draw by row instead of by seed",
+        (
+            (
+                "engine/steps.py",
+                "    return sampler.replace(temperature=",
+                "    sampler = sampler.replace(seed=jnp.arange(slot.shape[0]).astype(jnp.uint32))\n    return sampler.replace(temperature=",
+            ),
+        ),
+        "tests/engine/test_sampled.py::test_a_requests_tokens_and_drafts_do_not_depend_on_company_or_row[recall-dflash2]",
+        r"record\(",
+    ),
+    Mutant(
+        "free a shared page while it is referenced",
+        (("engine/pages.py", "        if references[page] == 0:\n", "        if references[page] >= 0:\n"),),
+        _SITUATIONS + "test_a_shared_beginning_drafts_the_same_blocks_cold_and_warm[2]",
+        r"pages_conserved",
+    ),
+    Mutant(
+        "hash a page without what comes before it",
+        (("engine/pages.py", "hashlib.sha256(parent + page)", "hashlib.sha256(page)"),),
+        "tests/engine/test_pages.py::test_the_same_page_after_another_beginning_is_another_page",
+        r"assert",
+    ),
+    Mutant(
+        "share pages that lack the draft's half",
+        (("engine/core.py", "if self.k == 0 or progress.fallback is None:", "if True:"),),
+        _SITUATIONS + "test_pages_without_a_drafts_half_are_never_shared",
+        _BLOCKS,
+    ),
+    Mutant(
+        "take features one layer too early",
+        (
+            (
+                "models/target.py",
+                "        if index in feature_layers:\n            features[index] = x\n",
+                "        if index + 1 in feature_layers:\n            features[index + 1] = x\n        if index == 0 and 0 in feature_layers:\n            features[0] = params.embedding[tokens]\n",
+            ),
+        ),
+        _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-dflash2]",
+        _BLOCKS,
+    ),
+    Mutant(
+        "write what has no page to page 0",
+        (
+            (
+                "models/cache.py",
+                "        physical = jnp.where(keep, physical, num_pages)\n",
+                "        physical = jnp.where(keep, physical, 0)\n",
+            ),
+        ),
+        _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-dflash2]",
+        r"assert",
+    ),
+    Mutant(
+        "walk without looking at the predecessor",
+        (
+            (
+                "models/selector.py",
+                "candidates.edges[every_row, position, index]",
+                "candidates.edges[every_row, position, 0 * index]",
+            ),
+        ),
+        _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-dflash2]",
+        _BLOCKS,
+    ),
+    Mutant(
+        "let a convolution's taps look ahead",
+        (
+            (
+                "models/draft.py",
+                "jnp.pad(x, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]]",
+                "jnp.pad(x, ((0, 0), (0, tap), (0, 0)))[:, tap:]",
+            ),
+        ),
+        _MODELS + "test_draft_hidden_states_are_the_references[recall-dflash2]",
+        r"Not equal to tolerance",
+    ),
+    Mutant(
+        "leave out the softcap",
+        (("models/draft.py", "return logits if cap is None else cap * jnp.tanh(logits / cap)", "return logits"),),
+        _MODELS + "test_candidates_and_edge_scores_are_the_references[recall-dflash2-swa]",
+        r"Not equal to tolerance",
+    ),
+    Mutant(
+        "go on past a stop token in an accepted block",
+        (("engine/steps.py", "jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, count), stopped", "count, stopped"),),
+        _SITUATIONS + "test_a_stop_token_inside_an_accepted_block_ends_the_request_there",
+        r"assert",
+    ),
+    Mutant(
+        "produce more than max_tokens when a block is accepted",
+        (("engine/steps.py", "    count = jnp.minimum(count, slots.tokens_left[slot])\n", ""),),
+        _SITUATIONS + "test_max_tokens_inside_an_accepted_block_ends_the_request_there[2]",
+        r"assert|violated",
+    ),
+    Mutant(
+        "sample the anchor of a resumed request anew",
+        (
+            (
+                "engine/core.py",
+                "*device.prefill_batch(mapping, chunks, width),",
+                "*device.prefill_batch(mapping, tuple(dataclasses.replace(c, known_next=None) for c in chunks), width),",
+            ),
+        ),
+        _SITUATIONS + "test_preemption_alone_and_at_every_round_changes_nothing[True]",
+        r"assert|violated",
+    ),
+    Mutant(
+        "ignore the draft budget",
+        (("engine/steps.py", " & (slots.position[slot] <= slots.draft_limit[slot])", ""),),
+        _SITUATIONS + "test_a_request_past_its_draft_budget_goes_on_plainly_and_says_so",
+        r"assert|TypeError",
+    ),
+    Mutant(
+        "let what nobody may see reach the attention's products",
+        (
+            (
+                "kernels/block_attention/xla.py",
+                "        values = jnp.where(keep, values, 0).astype(jnp.float32)\n",
+                "        values = values.astype(jnp.float32)\n",
+            ),
+        ),
+        _SITUATIONS + "test_a_newcomer_in_a_freed_slot_has_nothing_of_its_predecessor",
+        r"assert",
+    ),
+)
