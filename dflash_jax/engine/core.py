@@ -129,7 +129,9 @@ class Core:
 
     def _admit(self) -> None:
         self.host, admitted = scheduler.admit(self.host, prefix_cache=self.config.prefix_cache)
-        rows, slots = self.state.rows, self.state.slots
+        if not admitted:
+            return
+        rows, slots = device.condense(self.state.rows), self.state.slots
         for progress in admitted:
             entry = device.slot_entry(progress, self.config.slot_pages, self.draft_limit, self._speculates(progress))
             slots = device.open_slot(slots, progress.slot, entry)

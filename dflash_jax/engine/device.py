@@ -92,8 +92,8 @@ def prefill_batch(mapping: np.ndarray, chunks: tuple[Chunk, ...], width: int) ->
 
 def arrange(rows: Rows, decodes: list[int], prefills: list[int], max_slots: int) -> Rows:
     """Decoding slots first, then the slots that prefill now, then the rest; unchanged if they lie so already."""
-    mapping = [int(slot) for slot in np.asarray(rows.idx_mapping) if slot >= 0]
-    rank = [0 if slot in decodes else 1 if slot in prefills else 2 for slot in mapping]
+    mapping = [int(slot) for slot in np.asarray(rows.idx_mapping)]
+    rank = [3 if slot < 0 else 0 if slot in decodes else 1 if slot in prefills else 2 for slot in mapping]
     if rank == sorted(rank):
         return rows
     for first in (decodes + prefills, decodes):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dflash_jax import Engine, RequestError
 from dflash_jax.engine import rows as row_ops
 from dflash_jax.engine.scheduler import preempt
+from tests.engine.poison import poison
 from tests.pairs import PAIRS, SAMPLING, alone, assert_is_golden, cases, engine, models, prompts, record
 
 PAIR = "recall-dflash2"
@@ -30,20 +30,6 @@ def run(served: Engine) -> dict:
             if update.completion is not None:
                 done[update.id] = update.completion
     return done
-
-
-def poison(served: Engine) -> None:
-    """Fills every page that nobody holds with NaN: whoever reads one afterwards computes NaN."""
-    free = np.isin(np.arange(served.config.pool_pages), [*served.host.pool.free])
-    mask = jnp.asarray(free)[None, :, None, None, None]
-
-    def fill(leaf):
-        return jnp.where(mask, jnp.nan, leaf)
-
-    state = served.state
-    pages = {name: getattr(state, name) for name in ("target_pages", "draft_pages")}
-    filled = {name: kv.replace(k=fill(kv.k), v=fill(kv.v)) for name, kv in pages.items() if kv is not None}
-    served.state = state.replace(**filled)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

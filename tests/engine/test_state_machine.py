@@ -1,0 +1,133 @@
+"""Random sequences of everything that can happen to an engine.
+
+After every event each request must be where it would be alone: the tokens it has are the first tokens
+it produces alone, and the blocks it drafted are the first blocks it drafts alone. Pages that nobody
+holds are poisoned with NaN throughout.
+
+    HYPOTHESIS_PROFILE=long DFLASH_JAX_MACHINE=8x4 pytest tests/engine/test_state_machine.py
+
+runs longer, on 8 slots with pages of 4 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from dflash_jax.engine import rows as row_ops
+from dflash_jax.engine.scheduler import preempt
+from tests.engine.poison import poison
+from tests.pairs import alone, engine, prompts
+
+PAIR = "recall-dflash2"
+SLOTS, PAGE_SIZE = (int(n) for n in os.environ.get("DFLASH_JAX_MACHINE", "3x16").split("x"))
+PROMPTS = [tuple(prompt) for prompt in prompts(PAIR)[:4]] + [tuple(prompts(PAIR)[3][:33]), (60, 3)]
+SAMPLINGS = [
+    {"max_tokens": 20},
+    {"max_tokens": 3},
+    {"max_tokens": 14, "temperature": 1.0, "seed": 4},
+    {"max_tokens": 10, "speculation": False},
+]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(pages=st.sampled_from([96, 128, 480]), cache=st.booleans(), chunk=st.sampled_from([128, 16]))
+    def start(self, pages, cache, chunk):
+        sizes = {"max_slots": SLOTS, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefix_cache": cache}
+        self.engine = engine(PAIR, pages=pages // PAGE_SIZE, **sizes)
+        self.asked = {}
+        self.done = {}
+
+    @rule(prompt=st.sampled_from(PROMPTS), sampling=st.sampled_from(SAMPLINGS))
+    def add(self, prompt, sampling):
+        if len(self.asked) < 12:
+            request_id = self.engine.add_request(prompt, {"ignore_eos": True, **sampling})
+            self.asked[request_id] = (prompt, tuple(sampling.items()))
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps):
+        for _ in range(steps):
+            for update in self.engine.step():
+                if update.completion is not None:
+                    self.done[update.id] = update.completion
+            poison(self.engine)
+
+    @precondition(lambda self: self.engine.host.running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        progress = data.draw(st.sampled_from(self.engine.host.running))
+        self.engine.host = preempt(self.engine.host, progress)
+        self.engine._leave_row(progress)
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(data=st.data())
+    def abort(self, data):
+        progress = data.draw(st.sampled_from([*self.engine.host.running, *self.engine.host.waiting]))
+        self.done[progress.request.id] = self.engine.abort(progress.request.id)
+
+    @rule(data=st.data())
+    def move_rows(self, data):
+        rows = self.engine.state.rows
+        row = st.integers(0, rows.idx_mapping.shape[0] - 1)
+        match data.draw(st.sampled_from(["swap", "condense", "split", "grow", "shrink"])):
+            case "swap":
+                rows = row_ops.swap(rows, data.draw(row), data.draw(row))
+            case "condense":
+                rows = row_ops.condense(rows)
+            case "split":
+                first = data.draw(st.lists(st.booleans(), min_size=SLOTS, max_size=SLOTS))
+                rows = row_ops.split(rows, jnp.array(first))
+            case "grow":
+                rows = row_ops.resize(rows, SLOTS)
+            case "shrink":
+                rows = row_ops.resize(row_ops.condense(rows), max(1, len(self.engine.host.running)))
+        self.engine.state = self.engine.state.replace(rows=rows)
+
+    @rule()
+    def fork(self):
+        """The fork goes on; what becomes of the original must not matter to it."""
+        original, self.engine = self.engine, self.engine.fork()
+        original.step()
+        poison(original)
+
+    @invariant()
+    def every_request_is_where_it_would_be_alone(self):
+        if not hasattr(self, "engine"):
+            return
+        host = self.engine.host
+        for progress in (*host.running, *host.waiting):
+            self.compare(progress.request.id, progress.emitted, progress.drafted_blocks)
+        for request_id, completion in self.done.items():
+            assert completion.finish_reason in ("length", "abort"), completion.error
+            self.compare(request_id, completion.token_ids, completion.drafted_blocks)
+
+    def compare(self, request_id, tokens, blocks):
+        wanted = alone(PAIR, *self.asked[request_id])
+        assert tokens == wanted.token_ids[: len(tokens)]
+        assert blocks == wanted.drafted_blocks[: len(blocks)]
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.has_work:
+            self.step(1)
+        self.every_request_is_where_it_would_be_alone()
+        assert set(self.done) == set(self.asked)
+        for request_id, completion in self.done.items():
+            if completion.finish_reason == "length":
+                assert completion.token_ids == alone(PAIR, *self.asked[request_id]).token_ids
+        assert self.engine.host.pool.available == self.engine.host.pool.num_pages
+        assert np.all(np.asarray(self.engine.state.rows.idx_mapping) == -1)
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(
+    settings.default,
+    stateful_step_count=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
