@@ -20,6 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_bench = typer.Typer(help="Measure.", no_args_is_help=True)
+app.add_typer(_bench, name="bench")
+
 _Set = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads it at run time
     typer.Option("--set", metavar="A.B=VALUE", help="Replace a value of the config; may be repeated."),
@@ -73,12 +76,112 @@ def inspect(
     mask_token_id: Annotated[Optional[int], typer.Option(help="For drafts that name none.")] = None,  # noqa: UP045
 ) -> None:
     """Tell what a checkpoint is, its sizes, and the memory that serving it takes."""
-    from dflash_jax.engine.config import EngineConfig, parse
+    from dflash_jax.engine.config import EngineConfig
     from dflash_jax.jobs.inspect import inspect_checkpoint, print_inspection
+    from dflash_jax.settings import parse
 
     sizes = {"page_size": page_size, "max_model_len": max_model_len, "max_slots": max_slots, "dtype": dtype}
     engine = parse(EngineConfig, sizes, "inspect")
     print_inspection(inspect_checkpoint(path, draft=draft, k=k, engine=engine, mask_token_id=mask_token_id))
+
+
+@_bench.command()
+def ladder(
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="Target, draft and engine; a job's will do.")],
+    concurrency: Annotated[str, typer.Option(help="Requests in flight, rung by rung.")] = "1,2,4,8,16,32",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 64,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens each request makes.")] = 64,
+    requests_per_slot: Annotated[int, typer.Option(min=1, help="Requests of a rung for each slot, at least.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Of random prompts and of sampling.")] = 0,
+    out: Annotated[str, typer.Option(metavar="DIR", help="For ladder.json and ladder.png.")] = "runs/ladder",
+    set_: _Set = None,
+) -> None:
+    """Measure speculation on and off at growing concurrency; see docs/ladder.md."""
+    from rich.console import Console
+
+    from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.jobs.ladder import Load, failures, run_ladder
+    from dflash_jax.jobs.ladder_config import load_ladder, parse_rungs
+    from dflash_jax.jobs.ladder_report import ladder_table, write_ladder
+
+    settings, rungs = load_ladder(config, set_ or ()), parse_rungs(concurrency)
+    enable_compile_cache()
+    load = Load(prompt_tokens, output_tokens, requests_per_slot, seed)
+    found = run_ladder(settings, rungs, load, note=lambda text: print(text, file=sys.stderr))
+    figures, plot = write_ladder(out, found)
+    Console(highlight=False).print(ladder_table(found))
+    print(f"prompts: {found['prompts']['source']}\nfigures: {figures}\nplot: {plot}")
+    if failed := failures(found):
+        print(f"dflash-jax: {failed} requests failed; {figures} says why", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+data = typer.Typer(help="Text for training, written by the target.", no_args_is_help=True)
+app.add_typer(data, name="data")
+
+
+@data.command("generate")
+def data_generate(
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The corpus; see docs/training.md.")],
+    set_: _Set = None,
+) -> None:
+    """Let the target write conversations. Run again, it writes only what is missing."""
+    from dflash_jax.engine import Engine
+    from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.settings import parse, read_settings
+    from dflash_jax.training.corpus import CorpusConfig, generate_corpus
+
+    corpus = parse(CorpusConfig, read_settings(config, set_ or ()), config)
+    enable_compile_cache()
+    engine = Engine.from_config({"target": corpus.target.model_dump(), "engine": corpus.engine.model_dump()})
+    from rich.progress import track
+
+    tokens = 0
+    for conversation in track(generate_corpus(engine, corpus), "writing", total=corpus.conversations):
+        tokens += len(conversation.tokens) - conversation.prompt_len
+    print(f"{tokens} tokens of answers written to {corpus.output}")
+
+
+@data.command("pack")
+def data_pack(
+    corpus: Annotated[str, typer.Argument(help="A file that `data generate` wrote.")],
+    directory: Annotated[str, typer.Argument(help="Where the shards go.")],
+) -> None:
+    """Write a corpus as shards that training reads, without repetitions."""
+    from dflash_jax.training.corpus import pack_corpus
+
+    conversations, tokens = pack_corpus(corpus, directory)
+    print(f"{conversations} conversations, {tokens} tokens, in {directory}")
+
+
+@app.command()
+def train(
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The run; see docs/training.md.")],
+    set_: _Set = None,
+) -> None:
+    """Train a drafter. Run again, it goes on from the newest checkpoint."""
+    from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.settings import parse, read_settings
+    from dflash_jax.training import TrainConfig, run_training
+
+    run = parse(TrainConfig, read_settings(config, set_ or ()), config)
+    enable_compile_cache()
+    run_training(run)
+
+
+@app.command()
+def export(
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The training run.")],
+    directory: Annotated[str, typer.Argument(help="Where the draft goes.")],
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "bfloat16",
+    set_: _Set = None,
+) -> None:
+    """Export a run's newest checkpoint in Hugging Face layout."""
+    from dflash_jax.settings import parse, read_settings
+    from dflash_jax.training import TrainConfig, export_draft
+
+    step = export_draft(parse(TrainConfig, read_settings(config, set_ or ()), config), directory, dtype)
+    print(f"step {step} exported to {directory}")
 
 
 def main() -> None:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from dflash_jax.errors import ConfigError
-
-_Model = TypeVar("_Model", bound=BaseModel)
-
-
-class Section(BaseModel):
-    """A part of a configuration: immutable, and closed to keys it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from dflash_jax.settings import Section
 
 
 class TargetSource(Section):
@@ -85,38 +75,3 @@ class EngineSetup(Section):
     target: TargetSource
     draft: DraftSource | None = None
     engine: EngineConfig = EngineConfig()
-
-
-def parse(model: type[_Model], values: Mapping[str, Any], source: str) -> _Model:
-    """Builds a section from plain values.
-
-    Args:
-      model: the section's class.
-      values: as read from a file.
-      source: what to call the file in errors.
-
-    Raises:
-      ConfigError: a key is unknown (the message gives the nearest known one), missing, or has a bad value.
-    """
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{source}: unknown key {where!r}; {_nearest(model, first['loc'])}") from None
-        if first["type"] == "missing":
-            raise ConfigError(f"{source}: {where!r} is missing") from None
-        raise ConfigError(f"{source}: {where!r} is {first['input']!r}: {first['msg'].lower()}") from None
-
-
-def _nearest(model: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """The known key nearest to the one at `location`, as a clause."""
-    fields = model.model_fields
-    for part in location[:-1]:
-        section = fields[str(part)].annotation
-        choices = [section, *getattr(section, "__args__", ())]
-        fields = next(c.model_fields for c in choices if isinstance(c, type) and issubclass(c, BaseModel))
-    prefix = ".".join(str(part) for part in location[:-1])
-    nearest = difflib.get_close_matches(str(location[-1]), fields, n=1, cutoff=0.0)[0]
-    return f"the nearest known one is {f'{prefix}.{nearest}' if prefix else nearest!r}"

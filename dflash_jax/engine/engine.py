@@ -11,19 +11,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 
 from dflash_jax.checkpoints import load_draft, load_target
 from dflash_jax.engine import scheduler
 from dflash_jax.engine import snapshot as snapshots
 from dflash_jax.engine.admission import make_request
-from dflash_jax.engine.config import EngineSetup, parse
+from dflash_jax.engine.config import EngineSetup
 from dflash_jax.engine.core import Core
 from dflash_jax.engine.outbox import Outbox
 from dflash_jax.engine.request import Completion, Progress, Request, SamplingParams, Update
 from dflash_jax.engine.scheduler import HostState
 from dflash_jax.engine.state import Models
-from dflash_jax.errors import CheckpointError, ConfigError, RequestError
+from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.settings import parse, read_settings
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages."""
@@ -45,7 +45,10 @@ class Engine(Core):
         Raises:
           ConfigError, CheckpointError: it cannot be done; the message says why.
         """
-        setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, *_read(config))
+        if isinstance(config, str | Path):
+            setup = parse(EngineSetup, read_settings(config), str(config))
+        else:
+            setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
         target = load_target(setup.target.path, setup.engine.dtype)
         models = Models(target.params, target.config)
         k = max_context = None
@@ -230,15 +233,3 @@ class Engine(Core):
         if len(request.prompt) > self.draft_limit:
             return f"its prompt of {len(request.prompt)} tokens is past draft.max_context {self.draft_limit}"
         return None
-
-
-def _read(config: Mapping[str, Any] | str | Path) -> tuple[Mapping[str, Any], str]:
-    """A configuration's values, and what to call it in errors."""
-    if isinstance(config, Mapping):
-        return config, "config"
-    try:
-        return yaml.safe_load(Path(config).read_text(encoding="utf-8")), str(config)
-    except OSError as error:
-        raise ConfigError(f"{config} cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{config} is not YAML: {error}") from None

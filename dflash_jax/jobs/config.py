@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import Field
 
-from dflash_jax.engine.config import EngineSetup, Section, parse
+from dflash_jax.engine.config import EngineSetup
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError, RequestError
-from dflash_jax.jobs.settings import read_settings
+from dflash_jax.settings import Section, parse, read_settings
 
 
 class InputFile(Section):

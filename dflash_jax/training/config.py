@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from dflash_jax.settings import Section
 
 Dtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class DraftSection(_Section):
+class DraftSection(Section):
     """The draft to train: a checkpoint to go on from, or the shape of a fresh one.
 
     Attributes:
@@ -48,7 +46,7 @@ class DraftSection(_Section):
     intermediate_size: Positive | None = None
 
 
-class InitSection(_Section):
+class InitSection(Section):
     """How a fresh draft starts.
 
     Attributes:
@@ -67,7 +65,7 @@ class InitSection(_Section):
     feature_sequences: Positive = 16
 
 
-class DataSection(_Section):
+class DataSection(Section):
     """Sequences, as `dflash-jax data generate` writes them.
 
     Attributes:
@@ -87,7 +85,7 @@ class DataSection(_Section):
     features_gb: Annotated[float, Field(gt=0)] = 20.0
 
 
-class LossSection(_Section):
+class LossSection(Section):
     """The loss.
 
     Attributes:
@@ -105,7 +103,7 @@ class LossSection(_Section):
     drawn: Annotated[int, Field(ge=0)] = 0
 
 
-class OptimiserSection(_Section):
+class OptimiserSection(Section):
     """AdamW and how much data it sees.
 
     Attributes:
@@ -136,7 +134,7 @@ class OptimiserSection(_Section):
     beta2: Fraction = 0.95
 
 
-class CheckpointSection(_Section):
+class CheckpointSection(Section):
     """Checkpoints, under `output`.
 
     Attributes:
@@ -148,7 +146,7 @@ class CheckpointSection(_Section):
     keep: Positive = 2
 
 
-class EvalSection(_Section):
+class EvalSection(Section):
     """Evaluation on held-out sequences, over the whole vocabulary.
 
     Attributes:
@@ -164,7 +162,7 @@ class EvalSection(_Section):
     engine_every: Positive | None = None
 
 
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """A training run.
 
     Attributes:

@@ -15,11 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import Field
 
 from dflash_jax.engine import Engine, EngineConfig
-from dflash_jax.engine.config import Section, TargetSource
+from dflash_jax.engine.config import TargetSource
 from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.settings import Section
+from dflash_jax.training.records import TokenSequence, append_shards, shard_paths
 
 
 class CorpusConfig(Section):
@@ -101,6 +104,35 @@ def generate_corpus(engine: Engine, config: CorpusConfig) -> Iterator[Conversati
                 file.write(conversation.to_json() + "\n")
                 file.flush()
                 yield conversation
+
+
+def pack_corpus(path: str | Path, directory: str | Path, per_shard: int = 1000) -> tuple[int, int]:
+    """Writes a corpus's conversations as shards for training, leaving out what was said before.
+
+    Args:
+      path: the corpus file.
+      directory: of the shards; it must hold none.
+      per_shard: conversations in a shard.
+
+    Returns:
+      Conversations and tokens written.
+
+    Raises:
+      ConfigError: there is no corpus, or the directory has shards already.
+    """
+    if not Path(path).exists():
+        raise ConfigError(f"there is no corpus at {path}; `dflash-jax data generate` writes one")
+    if shard_paths(directory):
+        raise ConfigError(f"{directory} holds shards already; give data.pack a directory of its own")
+    seen: set[tuple[int, ...]] = set()
+    kept = []
+    for conversation in sorted(read_conversations(path), key=lambda conversation: conversation.index):
+        # Two answers to one message are two texts; only the whole conversation can be a repetition.
+        if conversation.tokens not in seen and len(conversation.tokens) > conversation.prompt_len:
+            seen.add(conversation.tokens)
+            kept.append(TokenSequence(np.array(conversation.tokens, np.int32), conversation.prompt_len))
+    append_shards(directory, kept, per_shard)
+    return len(kept), sum(len(sequence.tokens) for sequence in kept)
 
 
 class _Writer:

@@ -87,12 +87,12 @@ def fresh_params(
     else:
         layers = [_drawn_layer(key, config, section.scale) for key in keys[2:]]
     convolutions = _fresh_conv(config, section.second_tap)
-    ones = jnp.ones(hidden)
     return DraftParams(
         fc=_fresh_fc(keys[0], config, section),
-        hidden_norm=jnp.asarray(sources[0].input_norm, jnp.float32) if copied else ones,
+        hidden_norm=jnp.asarray(sources[0].input_norm, jnp.float32) if copied else jnp.ones(hidden),
         layers=tuple(layer.replace(attention_conv=convolutions, mlp_conv=convolutions) for layer in layers),
-        norm=jnp.asarray(target.norm, jnp.float32) if copied else ones,
+        # The LM head is the target's, and was trained behind this norm.
+        norm=jnp.asarray(target.norm, jnp.float32),
         selector=_fresh_selector(keys[1], config),
     )
 

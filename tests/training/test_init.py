@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from dflash_jax.errors import ConfigError
@@ -14,6 +15,7 @@ from dflash_jax.training.config import DraftSection, InitSection
 from dflash_jax.training.forward import block_hidden
 from dflash_jax.training.init import feature_scale, fresh_config, fresh_params, scale_features, unscale_features
 from dflash_jax.training.losses import selector_scores
+from dflash_jax.training.state import initial_state
 from tests.training.recall import MASK, target
 
 SECTION = DraftSection(num_layers=2, block_size=4, mask_token_id=MASK, target_layer_ids=(0, 2), selector_rank=8)
@@ -103,3 +105,10 @@ def test_a_draft_of_scaled_features_is_the_same_as_one_of_raw_features():
 def test_shapes_that_cannot_work_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         fresh(section=SECTION.model_copy(update=change))
+
+
+def test_every_step_draws_from_a_key_of_its_own():
+    _, params = fresh()
+    state = initial_state(params, optax.identity(), jax.random.key(3))
+    keys = [jax.random.key_data(state.replace(step=jnp.asarray(step)).step_key()).tolist() for step in (0, 1, 2)]
+    assert len({tuple(key) for key in keys}) == 3

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.jobs.settings import read_settings
+from dflash_jax.settings import read_settings
 
 
 @pytest.fixture

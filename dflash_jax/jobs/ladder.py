@@ -1,0 +1,179 @@
+"""The ladder: the same requests at growing concurrency, with and without speculation, in one run."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflash_jax.engine import Completion, Engine, Models, SamplingParams
+from dflash_jax.errors import ConfigError
+from dflash_jax.jobs.ladder_config import LadderConfig
+from dflash_jax.jobs.ladder_prompts import make_prompts
+from dflash_jax.jobs.summary import versions
+
+_REPEATS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What every rung is given.
+
+    Attributes:
+      prompt_tokens, output_tokens: of each request, exactly.
+      requests_per_slot: requests for each slot of a rung, at least.
+      seed: of random prompts, and of the sampling.
+    """
+
+    prompt_tokens: int = 64
+    output_tokens: int = 64
+    requests_per_slot: int = 2
+    seed: int = 0
+
+
+def run_ladder(
+    config: LadderConfig, concurrency: Sequence[int], load: Load, *, note: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Climbs the ladder.
+
+    A rung is an engine of its own with as many slots, for each way: the plain one has no draft at all, as
+    a user without speculation would run it. As many requests are in flight at any time, a new one taking
+    the place of each that finishes. Every rung runs every prompt equally often, so that the rungs'
+    acceptance can be compared. The load is run once to compile all that it needs, then `_REPEATS` times
+    in turns; the best time counts, being the least disturbed.
+
+    Args:
+      config: the models and the engine; `max_slots`, `num_pages`, `prefix_cache` and `strict` are the ladder's.
+      concurrency: the rungs.
+      load: the requests.
+      note: is told how it goes.
+
+    Returns:
+      Plain values: what was run, and `rungs`, each with `on`, `off` (see `figures`) and `ratio`.
+
+    Raises:
+      ConfigError, CheckpointError: it cannot be run.
+    """
+    longest = load.prompt_tokens + load.output_tokens
+    if longest > config.engine.max_model_len:
+        raise ConfigError(
+            f"prompts of {load.prompt_tokens} and outputs of {load.output_tokens} tokens need {longest}, but "
+            f"engine.max_model_len is {config.engine.max_model_len}"
+        )
+    note(f"loading {config.target.path} and {config.draft.path}")
+    loaded = Engine.from_config(config.with_slots(1))
+    prompts = make_prompts(loaded, _engine(config, loaded, 1, False), config, load.prompt_tokens, load.seed)
+    note(f"prompts: {prompts.source}")
+    sampling = dataclasses.replace(
+        config.defaults, max_tokens=load.output_tokens, seed=load.seed, stop=(), stop_token_ids=(), ignore_eos=True
+    )
+    rungs = []
+    for slots in concurrency:
+        whole = -(-slots * load.requests_per_slot // len(prompts.token_ids))
+        rungs.append(_rung(config, loaded, slots, prompts.token_ids * whole, sampling))
+        note(f"{slots}: {rungs[-1]['ratio']:.2f} times plain decoding")
+    return {
+        "target": config.target.path,
+        "draft": config.draft.path,
+        "k": loaded.k,
+        "engine": config.engine.model_dump(mode="json", exclude={"max_slots", "num_pages", "prefix_cache", "strict"}),
+        "prompts": {"source": prompts.source, "distinct": len(prompts.token_ids), "tokens": load.prompt_tokens},
+        "output_tokens": load.output_tokens,
+        "temperature": sampling.temperature,
+        "seed": load.seed,
+        "device": jax.devices()[0].device_kind,
+        "versions": versions(),
+        "rungs": rungs,
+    }
+
+
+def figures(seconds: float, completions: Sequence[Completion], output_tokens: int) -> dict[str, Any]:
+    """What a load came to: speed, latencies, acceptance, and how many requests failed.
+
+    Args:
+      seconds: from the first request to the last token.
+      completions: of all requests; one has failed unless it ran and made exactly `output_tokens`.
+      output_tokens: as asked.
+    """
+    failed = [c for c in completions if c.finish_reason == "error" or len(c.token_ids) != output_tokens]
+    proposed, accepted, steps = (
+        sum(getattr(c.metrics, name) for c in completions)
+        for name in ("drafts_proposed", "drafts_accepted", "drafted_request_steps")
+    )
+    return {
+        "output_tokens_per_s": sum(len(c.token_ids) for c in completions) / seconds,
+        "tpot_s": _mean_and_median([c.metrics.tpot_s for c in completions]),
+        "ttft_s": _mean_and_median([c.metrics.ttft_s for c in completions]),
+        "accept_rate": accepted / proposed if proposed else None,
+        "mean_acceptance_length": 1 + accepted / steps if steps else None,
+        "completed": len(completions) - len(failed),
+        "failed": len(failed),
+        "errors": sorted({c.error for c in failed if c.error is not None}),
+        "seconds": seconds,
+    }
+
+
+def failures(found: dict[str, Any]) -> int:
+    """How many requests of a ladder failed."""
+    return sum(rung[way]["failed"] for rung in found["rungs"] for way in ("on", "off"))
+
+
+def _rung(
+    config: LadderConfig,
+    loaded: Engine,
+    slots: int,
+    prompts: Sequence[tuple[int, ...]],
+    sampling: SamplingParams,
+) -> dict[str, Any]:
+    engines = {way: _engine(config, loaded, slots, way == "on") for way in ("off", "on")}
+    best: dict[str, tuple[float, list[Completion]]] = {}
+    for engine in engines.values():
+        _run(engine, prompts, slots, sampling)
+    for _ in range(_REPEATS):
+        for way, engine in engines.items():
+            run = _run(engine, prompts, slots, sampling)
+            if way not in best or run[0] < best[way][0]:
+                best[way] = run
+    on, off = (figures(*best[way], sampling.max_tokens) for way in ("on", "off"))
+    same = sum(a.token_ids == b.token_ids for a, b in zip(best["on"][1], best["off"][1], strict=True))
+    ratio = on["output_tokens_per_s"] / off["output_tokens_per_s"]
+    return {
+        "concurrency": slots,
+        "requests": len(prompts),
+        "ratio": ratio,
+        "same_tokens": same if sampling.temperature == 0 else None,
+        "on": on,
+        "off": off,
+    }
+
+
+def _engine(config: LadderConfig, loaded: Engine, slots: int, speculation: bool) -> Engine:
+    """An engine of so many slots on models that are loaded already."""
+    sizes, models = config.with_slots(slots).engine, loaded.models
+    if not speculation:
+        return Engine(Models(models.target, models.target_config), sizes)
+    return Engine(models, sizes, k=loaded.k, max_context=config.draft.max_context)
+
+
+def _run(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], concurrency: int, sampling: SamplingParams
+) -> tuple[float, list[Completion]]:
+    """Runs requests, so many in flight at any time; returns seconds, and completions in the prompts' order."""
+    done: dict[str, Completion] = {}
+    added = 0
+    begin = time.perf_counter()
+    while len(done) < len(prompts):
+        while added < len(prompts) and added - len(done) < concurrency:
+            engine.add_request(prompts[added], sampling, request_id=str(added))
+            added += 1
+        done.update((u.id, u.completion) for u in engine.step() if u.completion is not None)
+    return time.perf_counter() - begin, [done[str(index)] for index in range(len(prompts))]
+
+
+def _mean_and_median(values: Sequence[float | None]) -> dict[str, float] | None:
+    known = [value for value in values if value is not None]
+    return {"mean": float(np.mean(known)), "median": float(np.median(known))} if known else None

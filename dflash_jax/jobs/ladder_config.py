@@ -1,0 +1,78 @@
+"""What a ladder is told: models and engine, out of a config of their own or a job's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from dflash_jax.engine.config import DraftSource, EngineSetup
+from dflash_jax.engine.request import SamplingParams
+from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.jobs.config import InputFile
+from dflash_jax.settings import parse, read_settings
+
+
+class LadderConfig(EngineSetup):
+    """A config with a draft. Of a job's, `input` may give the prompts; `output` and `report` are passed over.
+
+    Attributes:
+      sampling: how the requests sample; when they end is the ladder's business.
+    """
+
+    draft: DraftSource
+    sampling: dict[str, Any] = Field(default_factory=dict)
+    input: InputFile | None = None
+    output: Any = None
+    report: Any = None
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """How a request samples."""
+        return SamplingParams().override(self.sampling)
+
+    def with_slots(self, slots: int) -> EngineSetup:
+        """The engine of a rung: a pool that fits its slots, no prefix cache, and requests that fail one by one."""
+        sizes = {"max_slots": slots, "num_pages": None, "prefix_cache": False, "strict": False}
+        return EngineSetup(target=self.target, draft=self.draft, engine=self.engine.model_copy(update=sizes))
+
+
+def load_ladder(path: str | Path, overrides: Sequence[str] = ()) -> LadderConfig:
+    """Reads a ladder's config from a YAML file.
+
+    Args:
+      path: the file.
+      overrides: texts `a.b=value` that win over it.
+
+    Raises:
+      ConfigError: it cannot be read, has no draft, or a key is unknown, missing or has a bad value.
+    """
+    source = f"{path} with --set {' --set '.join(overrides)}" if overrides else str(path)
+    values = read_settings(path, overrides)
+    if values.get("draft") is None:
+        raise ConfigError(f"{source}: a ladder compares decoding with and without a draft, and there is no 'draft'")
+    config = parse(LadderConfig, values, source)
+    try:
+        sampling = config.defaults
+    except RequestError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if not sampling.speculation:
+        raise ConfigError(f"{source}: sampling.speculation is false; a ladder measures it on and off by itself")
+    return config
+
+
+def parse_rungs(text: str) -> tuple[int, ...]:
+    """The rungs of `1,2,4`.
+
+    Raises:
+      ConfigError: it is no list of positive integers.
+    """
+    try:
+        rungs = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        rungs = ()
+    if not rungs or min(rungs) < 1:
+        raise ConfigError(f"--concurrency is {text!r}; it must be positive integers such as 1,2,4,8")
+    return rungs

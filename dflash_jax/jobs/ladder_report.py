@@ -1,0 +1,94 @@
+"""A ladder as a table, as JSON, and as a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from dflash_jax.errors import ConfigError
+
+
+def write_ladder(directory: str | Path, found: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Writes `ladder.json` and `ladder.png`, and returns where.
+
+    Raises:
+      ConfigError: they cannot be written.
+    """
+    directory = Path(directory)
+    figures, plot = directory / "ladder.json", directory / "ladder.png"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        figures.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        FigureCanvasAgg(plot_ladder(found)).print_png(str(plot))
+    except OSError as error:
+        raise ConfigError(f"the ladder cannot be written to {directory} ({error.strerror})") from None
+    return figures, plot
+
+
+def ladder_table(found: Mapping[str, Any]) -> Table:
+    """A row for each rung; times are medians."""
+    table = Table(title=f"k = {found['k']}, {found['prompts']['tokens']} + {found['output_tokens']} tokens")
+    for name in (
+        "concurrency",
+        "tokens/s on",
+        "off",
+        "on / off",
+        "TPOT ms on",
+        "off",
+        "TTFT ms on",
+        "off",
+        "accept rate",
+        "tokens/round",
+        "completed",
+        "failed",
+    ):
+        table.add_column(name, justify="right")
+    for rung in found["rungs"]:
+        on, off = rung["on"], rung["off"]
+        table.add_row(
+            str(rung["concurrency"]),
+            f"{on['output_tokens_per_s']:,.1f}",
+            f"{off['output_tokens_per_s']:,.1f}",
+            f"{rung['ratio']:.2f}",
+            *(_milliseconds(way[name]) for name in ("tpot_s", "ttft_s") for way in (on, off)),
+            "-" if on["accept_rate"] is None else f"{on['accept_rate']:.4f}",
+            "-" if on["mean_acceptance_length"] is None else f"{on['mean_acceptance_length']:.3f}",
+            str(on["completed"] + off["completed"]),
+            str(on["failed"] + off["failed"]),
+        )
+    return table
+
+
+def plot_ladder(found: Mapping[str, Any]) -> Figure:
+    """Throughput both ways, their ratio, and acceptance, over concurrency."""
+    rungs = found["rungs"]
+    slots = [rung["concurrency"] for rung in rungs]
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    speed, ratio, acceptance = figure.subplots(1, 3)
+    for way, label in (("on", "with speculation"), ("off", "without")):
+        speed.plot(slots, [rung[way]["output_tokens_per_s"] for rung in rungs], marker="o", label=label)
+    speed.set(title="output tokens per second", yscale="log")
+    speed.legend()
+    ratio.plot(slots, [rung["ratio"] for rung in rungs], marker="o")
+    ratio.axhline(1, color="grey", linewidth=1)
+    ratio.set(title="on / off", ylim=(0, None))
+    lengths = [rung["on"]["mean_acceptance_length"] or 1 for rung in rungs]
+    acceptance.plot(slots, lengths, marker="o")
+    acceptance.set(title="mean acceptance length", ylim=(0, 1 + found["k"]))
+    for axes in (speed, ratio, acceptance):
+        axes.set(xlabel="requests in flight", xscale="log")
+        axes.set_xticks(slots, [str(count) for count in slots])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{found['draft']}, k = {found['k']}, on {found['device']}")
+    return figure
+
+
+def _milliseconds(spread: Mapping[str, float] | None) -> str:
+    return "-" if spread is None else f"{spread['median'] * 1e3:.1f}"
