@@ -19,7 +19,7 @@ from dflash_jax.engine import device, scheduler
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.invariants import MEANING, Violation
 from dflash_jax.engine.outbox import Outbox
-from dflash_jax.engine.pages import check_pages_conserved, empty_pool
+from dflash_jax.engine.pages import check_pages_conserved, check_pages_exclusive, empty_pool
 from dflash_jax.engine.request import Progress, Update
 from dflash_jax.engine.scheduler import Chunk, HostState
 from dflash_jax.engine.state import EngineState, Models, Rows, init_state
@@ -106,6 +106,7 @@ class Core:
     def _step(self) -> None:
         self._admit()
         self._reserve_pages()
+        self._check_pages()
         decodes = [p.slot for p in self.host.running if p.decoding and p.slot is not None]
         chunks, width = scheduler.chunks(self.host, budget=self.config.prefill_chunk)
         rows = device.arrange(self.state.rows, decodes, [chunk.slot for chunk in chunks], self.config.max_slots)
@@ -117,9 +118,14 @@ class Core:
         if decoded is not None:
             self._absorb_rounds(*decoded)
         self._publish()
-        check_pages_conserved(self.host.pool, (p.pages for p in self.host.running))
 
     # The parts of a step.
+
+    def _check_pages(self) -> None:
+        """Before anything is written: no page is lost, none that is written is anybody else's."""
+        pool, running = self.host.pool, self.host.running
+        check_pages_conserved(pool, (p.pages for p in running))
+        check_pages_exclusive(pool, {p.request.id: p.pages[p.computed // pool.page_size :] for p in running})
 
     def _speculates(self, progress: Progress) -> bool:
         return self.k > 0 and progress.fallback is None

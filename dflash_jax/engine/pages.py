@@ -167,3 +167,22 @@ def check_pages_conserved(pool: PagePool, held: Iterable[Sequence[int]]) -> None
             f"pages_conserved: {len(pool.free)} free and {len(pool.idle)} idle pages are not the "
             f"{int(np.sum(counted == 0))} that nobody references"
         )
+
+
+def check_pages_exclusive(pool: PagePool, written: Mapping[str, Sequence[int]]) -> None:
+    """`pages_exclusive`: a page that is written belongs to one request.
+
+    Args:
+      pool: the account.
+      written: pages that each request, by id, may write to.
+
+    Raises:
+      InvariantError: it does not hold.
+    """
+    for request_id, pages in written.items():
+        for page in pages:
+            if pool.references[page] != 1:
+                raise InvariantError(
+                    f"pages_exclusive: request {request_id!r} is about to write page {page}, "
+                    f"which {pool.references[page]} requests hold"
+                )

@@ -26,10 +26,13 @@ class OutputFile(Section):
     Attributes:
       path: the file; a rerun adds only what is missing from it.
       trace: write what each round produced and drafted.
+      checkpoint_every: seconds between snapshots of the engine, from which a job that was killed goes on in
+        the middle of its requests; none are taken by default.
     """
 
     path: str
     trace: bool = False
+    checkpoint_every: float | None = Field(default=None, gt=0)
 
 
 class ReportConfig(Section):
@@ -61,6 +64,11 @@ class JobConfig(EngineSetup):
     def defaults(self) -> SamplingParams:
         """How a request samples unless its line says otherwise."""
         return SamplingParams().override(self.sampling)
+
+    @property
+    def setup(self) -> EngineSetup:
+        """What its engine is made of."""
+        return EngineSetup(target=self.target, draft=self.draft, engine=self.engine)
 
     def identity(self) -> dict[str, Any]:
         """The settings that shape the answers; rows made under different ones do not belong in one file."""

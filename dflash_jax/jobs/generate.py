@@ -11,12 +11,14 @@ from typing import Any
 
 import jax
 
-from dflash_jax.engine import Completion, Engine
-from dflash_jax.errors import ConfigError, DflashError, RequestError
+from dflash_jax.engine import Completion, Engine, EngineSetup
+from dflash_jax.errors import ConfigError, DflashError, InvariantError, RequestError
 from dflash_jax.jobs import summary
+from dflash_jax.jobs.checkpoint import JobSnapshot
 from dflash_jax.jobs.compare import check_lossless, compare_plain
 from dflash_jax.jobs.config import JobConfig
 from dflash_jax.jobs.reader import Item, count_lines, read_items
+from dflash_jax.jobs.resume import Resumption
 from dflash_jax.jobs.rows import answer, refusal
 from dflash_jax.jobs.screen import Screen
 from dflash_jax.jobs.signals import Stop
@@ -32,7 +34,7 @@ def run_job(
     overwrite: bool = False,
     stop: Stop | None = None,
     screen: Screen | None = None,
-    load: Callable[[JobConfig], Engine] = Engine.from_config,
+    load: Callable[[EngineSetup], Engine] = Engine.from_config,
 ) -> dict[str, Any]:
     """Runs what is missing of a job, and returns its summary, which is also written beside the output.
 
@@ -58,7 +60,10 @@ def run_job(
             if overwrite:
                 job.start_anew()
             return job.run(total)
-        except DflashError:
+        except DflashError as error:
+            if isinstance(error, InvariantError):
+                # Whatever broke it may be in the snapshot already.
+                job.forget_snapshot()
             with contextlib.suppress(DflashError):
                 job.save("failed")
             raise
@@ -85,12 +90,14 @@ class _Job:
         earlier: Mapping[str, Any],
         stop: Stop,
         screen: Screen,
-        load: Callable[[JobConfig], Engine],
+        load: Callable[[EngineSetup], Engine],
     ):
         self._earlier = earlier
         self._config, self._output, self._stop, self._screen = config, output, stop, screen
         self._load = load
         self._engine: Engine | None = None
+        self._snapshot = JobSnapshot(config.output.path, config.identity(), config.output.checkpoint_every)
+        self._resumption: Resumption | None = None
         self._in_flight: dict[str, Item] = {}
         self._refused: set[str] = set()
         self._sample: list[Item] = []
@@ -101,7 +108,12 @@ class _Job:
     def start_anew(self) -> None:
         """Forgets the rows of earlier runs, but not before it is clear that the job can run."""
         self._loaded()
+        self.forget_snapshot()
         self._output.clear()
+
+    def forget_snapshot(self) -> None:
+        """Lets unfinished requests begin anew when the job is run again."""
+        self._snapshot.remove()
 
     def run(self, total: int) -> dict[str, Any]:
         """Runs what is missing and returns the summary."""
@@ -111,6 +123,9 @@ class _Job:
             self._seconds = time.perf_counter() - self._begin
         if not self._stop:
             output.keep_refusals(self._refused)
+            self._snapshot.remove()
+        elif self._engine is not None and self._engine.has_work:
+            self._snapshot.take(self._engine)
         comparison = None
         if config.report.compare_plain and not self._stop and self._sample:
             self._screen.note("comparing with plain decoding")
@@ -162,18 +177,24 @@ class _Job:
                     self._refuse(item.id, item.line, item.error)
                 if self._stop:
                     return
+            if self._resumption is not None:
+                self._resumption.drop_unclaimed()
             if not self._in_flight:
                 return
-            for update in self._loaded().step():
+            engine = self._loaded()
+            for update in engine.step():
                 self._tokens += len(update.token_ids)
                 self._screen.tokens(len(update.token_ids))
                 if update.completion is not None:
                     self._finish(self._in_flight.pop(update.id), update.completion)
+            # After this step's rows are written: a request in neither place would have to begin anew.
+            if self._snapshot.due and engine.has_work:
+                self._snapshot.take(engine)
 
     def _loaded(self) -> Engine:
         if self._engine is None:
             self._screen.note(f"loading {self._config.target.path}")
-            self._engine = self._load(self._config)
+            self._engine = self._load(self._config.setup)
             self._screen.loaded(self._engine)
             self.save("running")
             self._begin = time.perf_counter()
@@ -181,13 +202,27 @@ class _Job:
 
     def _submit(self, item: Item) -> None:
         engine = self._loaded()
+        if self._resumption is None:
+            self._resumption = self._resume(engine)
         try:
-            engine.add_request(item.prompt, item.sampling, request_id=str(item.id))
+            if not self._resumption.claim(item):
+                engine.add_request(item.prompt, item.sampling, request_id=str(item.id))
         except RequestError as error:
             self._refuse(item.id, item.line, str(error))
         else:
             self._in_flight[str(item.id)] = item
             self._keep_for_comparison(item)
+
+    def _resume(self, engine: Engine) -> Resumption:
+        """Goes on from the snapshot of a run that was ended, as far as its requests are still wanted."""
+        unusable = self._snapshot.restore(engine)
+        if unusable is not None:
+            self._screen.note(f"the snapshot {self._snapshot.directory} is not used: {unusable}")
+        found = Resumption(engine, self._output.has)
+        if found.count:
+            self._screen.note(f"going on with {found.count} requests from {self._snapshot.directory}")
+        self._snapshot.begin()
+        return found
 
     def _finish(self, item: Item, completion: Completion) -> None:
         row = answer(item.id, completion, trace=self._config.output.trace)

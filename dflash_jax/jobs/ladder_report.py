@@ -32,33 +32,21 @@ def write_ladder(directory: str | Path, found: Mapping[str, Any]) -> tuple[Path,
 
 
 def ladder_table(found: Mapping[str, Any]) -> Table:
-    """A row for each rung; times are medians."""
-    table = Table(title=f"k = {found['k']}, {found['prompts']['tokens']} + {found['output_tokens']} tokens")
-    for name in (
-        "concurrency",
-        "tokens/s on",
-        "off",
-        "on / off",
-        "TPOT ms on",
-        "off",
-        "TTFT ms on",
-        "off",
-        "accept rate",
-        "tokens/round",
-        "completed",
-        "failed",
-    ):
+    """A row for each rung; times are medians, and of two figures the first is with speculation."""
+    title = f"k = {found['k']}, {found['prompts']['tokens']} + {found['output_tokens']} tokens; with / without"
+    table = Table(title=title, padding=(0, 0))
+    for name in ("slots", "tokens/s", "ratio", "TPOT ms", "TTFT ms", "accepted", "tok/round", "done", "failed"):
         table.add_column(name, justify="right")
     for rung in found["rungs"]:
         on, off = rung["on"], rung["off"]
+        accepted, length = on["accept_rate"], on["mean_acceptance_length"]
         table.add_row(
             str(rung["concurrency"]),
-            f"{on['output_tokens_per_s']:,.1f}",
-            f"{off['output_tokens_per_s']:,.1f}",
+            f"{on['output_tokens_per_s']:,.0f} / {off['output_tokens_per_s']:,.0f}",
             f"{rung['ratio']:.2f}",
-            *(_milliseconds(way[name]) for name in ("tpot_s", "ttft_s") for way in (on, off)),
-            "-" if on["accept_rate"] is None else f"{on['accept_rate']:.4f}",
-            "-" if on["mean_acceptance_length"] is None else f"{on['mean_acceptance_length']:.3f}",
+            *(f"{_milliseconds(on[name])} / {_milliseconds(off[name])}" for name in ("tpot_s", "ttft_s")),
+            "-" if accepted is None else f"{accepted:.4f}",
+            "-" if length is None else f"{length:.3f}",
             str(on["completed"] + off["completed"]),
             str(on["failed"] + off["failed"]),
         )
@@ -73,7 +61,7 @@ def plot_ladder(found: Mapping[str, Any]) -> Figure:
     speed, ratio, acceptance = figure.subplots(1, 3)
     for way, label in (("on", "with speculation"), ("off", "without")):
         speed.plot(slots, [rung[way]["output_tokens_per_s"] for rung in rungs], marker="o", label=label)
-    speed.set(title="output tokens per second", yscale="log")
+    speed.set(title="output tokens per second", ylim=(0, None))
     speed.legend()
     ratio.plot(slots, [rung["ratio"] for rung in rungs], marker="o")
     ratio.axhline(1, color="grey", linewidth=1)

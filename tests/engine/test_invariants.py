@@ -115,3 +115,16 @@ def test_a_page_lost_from_the_account_is_noticed_in_the_next_step():
     served.host = dataclasses.replace(served.host, pool=dataclasses.replace(pool, free=pool.free[1:]))
     with pytest.raises(InvariantError, match="pages_conserved"):
         served.step()
+
+
+def test_a_page_of_two_writers_is_noticed_before_it_is_written():
+    served = decode_two(strict=False)
+    one, other = served.host.running
+    stolen = dataclasses.replace(other, pages=(*other.pages[:-1], one.pages[-1]))
+    references = served.host.pool.references.copy()
+    references[one.pages[-1]] += 1
+    references[other.pages[-1]] -= 1
+    pool = dataclasses.replace(served.host.pool, references=references, free=(*served.host.pool.free, other.pages[-1]))
+    served.host = dataclasses.replace(served.host, pool=pool, running=(one, stolen))
+    with pytest.raises(InvariantError, match=f"pages_exclusive: request '1' is about to write page {one.pages[-1]}"):
+        served.step()

@@ -307,4 +307,10 @@ MUTANTS = (
         _SITUATIONS + "test_a_newcomer_in_a_freed_slot_has_nothing_of_its_predecessor",
         r"assert",
     ),
+    Mutant(
+        "delete the check that a written page is one request's",
+        (("engine/core.py", "        check_pages_exclusive(pool, {", "        dict({"),),
+        "tests/engine/test_invariants.py::test_a_page_of_two_writers_is_noticed_before_it_is_written",
+        r"DID NOT RAISE|pages_conserved",
+    ),
 )

@@ -90,10 +90,11 @@ def test_draws_of_different_purpose_position_and_seed_are_unrelated():
     assert np.abs(correlations).max() < 0.1
 
 
-# A target over three positions, each depending on the token before, and a drafter of its own mind.
+# A target over three positions, each depending on the token before, and a drafter of its own mind. Both are
+# spread out, so that acceptance is neither rare nor sure and the residual has several tokens.
 RNG = np.random.default_rng(5)
-TARGET_LOGITS = jnp.asarray(RNG.normal(size=(3, VOCAB, VOCAB)).astype(np.float32) * 1.5)
-DRAFT_LOGITS = jnp.asarray(RNG.normal(size=(2, VOCAB, VOCAB)).astype(np.float32) * 1.5)
+TARGET_LOGITS = jnp.asarray(RNG.normal(size=(3, VOCAB, VOCAB)).astype(np.float32) * 0.7)
+DRAFT_LOGITS = jnp.asarray(RNG.normal(size=(2, VOCAB, VOCAB)).astype(np.float32) * 0.7)
 CANDIDATES = jnp.asarray(np.stack([RNG.permutation(VOCAB)[:4] for _ in range(2)]), jnp.int32)
 ANCHOR = 2
 

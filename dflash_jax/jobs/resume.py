@@ -1,0 +1,53 @@
+"""Which requests of a restored engine the job still wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dflash_jax.engine import Engine
+from dflash_jax.engine.request import Request
+from dflash_jax.jobs.reader import Item
+
+
+class Resumption:
+    """The requests that a restored engine has in flight, until the input's lines claim them.
+
+    Those whose answers are written already, since they finished after the snapshot, are aborted at once.
+    """
+
+    def __init__(self, engine: Engine, answered: Callable[[str], bool]):
+        """Looks through an engine; one with no requests in it has nothing to claim."""
+        self._engine = engine
+        self._open: dict[str, Request] = {}
+        for progress in (*engine.host.running, *engine.host.waiting):
+            self._open[progress.request.id] = progress.request
+        for request_id in list(self._open):
+            if answered(request_id):
+                self._drop(request_id)
+        self.count = len(self._open)
+
+    def claim(self, item: Item) -> bool:
+        """Whether the engine is answering an input line already.
+
+        A request that asks something else than the line does now is aborted.
+
+        Raises:
+          RequestError: the line's prompt cannot be tokenized.
+        """
+        request = self._open.get(str(item.id))
+        if request is None:
+            return False
+        if self._engine.tokenize(item.prompt) != request.prompt or item.sampling != request.sampling:
+            self._drop(request.id)
+            return False
+        del self._open[request.id]
+        return True
+
+    def drop_unclaimed(self) -> None:
+        """Aborts the requests that no line has claimed: the input has changed."""
+        for request_id in list(self._open):
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        del self._open[request_id]
+        self._engine.abort(request_id)

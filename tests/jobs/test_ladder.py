@@ -1,0 +1,125 @@
+"""The ladder on a recall pair."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dflash_jax.engine import Engine
+from dflash_jax.errors import ConfigError
+from dflash_jax.jobs import ladder
+from dflash_jax.jobs.ladder import Load, failures, run_ladder
+from dflash_jax.jobs.ladder_config import load_ladder, parse_rungs
+from dflash_jax.jobs.ladder_prompts import make_prompts
+from tests.jobs.recall_job import CASES, prompt
+from tests.pairs import engine
+
+LOAD = Load(prompt_tokens=40, output_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def climbed(tmp_path_factory):
+    from tests.jobs.recall_job import Job
+
+    job = Job(tmp_path_factory.mktemp("ladder"))
+    job.configure()
+    job.prompts(*(prompt(index) for index in range(len(CASES))))
+    command = [sys.executable, "-m", "dflash_jax.cli", "bench", "ladder", str(job.config), "--concurrency", "1,3"]
+    command += ["--prompt-tokens", "40", "--output-tokens", "24", "--out", str(job.directory / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, job.directory / "out"
+
+
+def test_every_rung_completes_all_requests_and_drafts_alike(climbed):
+    found = json.loads((climbed[1] / "ladder.json").read_text())
+    assert (found["k"], found["output_tokens"], found["prompts"]["tokens"]) == (7, 24, 40)
+    assert [rung["concurrency"] for rung in found["rungs"]] == [1, 3]
+    alone = found["rungs"][0]["on"]
+    assert alone["mean_acceptance_length"] > 3
+    for rung in found["rungs"]:
+        # Each of the five prompts equally often, and at least two for each slot.
+        assert rung["requests"] == {1: 5, 3: 10}[rung["concurrency"]]
+        for way in ("on", "off"):
+            assert (rung[way]["completed"], rung[way]["failed"]) == (rung["requests"], 0)
+            assert rung[way]["output_tokens_per_s"] == pytest.approx(24 * rung["requests"] / rung[way]["seconds"])
+            for name in ("tpot_s", "ttft_s"):
+                assert rung[way][name]["mean"] > 0 and rung[way][name]["median"] > 0
+        assert rung["same_tokens"] == rung["requests"]
+        assert rung["ratio"] == pytest.approx(rung["on"]["output_tokens_per_s"] / rung["off"]["output_tokens_per_s"])
+        for name in ("accept_rate", "mean_acceptance_length"):
+            assert rung["on"][name] == pytest.approx(alone[name], rel=0.01)
+            assert rung["off"][name] is None
+
+
+def test_the_table_says_where_the_prompts_are_from_and_the_plot_is_there(climbed):
+    out, directory = climbed
+    assert "the first 5 of" in out and "1 cut and 3 continued by the target to 40 tokens" in out
+    assert "ratio" in out and "ladder.png" in out
+    assert (directory / "ladder.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_of_the_input_follow_its_text(job):
+    found = make_prompts(engine("recall-dflash2"), engine(None), load_ladder(job.config), 30, seed=0)
+    assert [len(tokens) for tokens in found.token_ids] == [30] * 5
+    for tokens, case in zip(found.token_ids, CASES, strict=True):
+        assert list(tokens) == (case["prompt"] + case["greedy_tokens"])[:30]
+
+
+def test_random_prompts_have_no_special_tokens_and_a_fixed_seed(job):
+    config, loaded = load_ladder(job.config, ["input=null"]), engine("recall-dflash2")
+    found = make_prompts(loaded, loaded, config, 200, seed=3)
+    assert found.source == "200 random tokens each, seed 3"
+    assert found == make_prompts(loaded, loaded, config, 200, seed=3)
+    assert found.token_ids != make_prompts(loaded, loaded, config, 200, seed=4).token_ids
+    assert {len(tokens) for tokens in found.token_ids} == {200} and len(set(found.token_ids)) == 8
+    used = {token for tokens in found.token_ids for token in tokens}
+    # BOS, EOS and the mask; every other token comes up among 1,600.
+    assert used == set(range(64)) - {60, 62, 63}
+
+
+def test_a_request_that_fails_is_counted_and_fails_the_command(job, monkeypatch):
+    class Sabotaged(Engine):
+        def step(self):
+            for progress in self.host.running if self.k else ():
+                if progress.request.id == "1" and len(progress.emitted) > 4:
+                    slots = self.state.slots
+                    lost = slots.draft_len.at[progress.slot].add(-1)
+                    self.state = self.state.replace(slots=slots.replace(draft_len=lost))
+            return super().step()
+
+    monkeypatch.setattr(ladder, "Engine", Sabotaged)
+    found = run_ladder(load_ladder(job.config), [1], LOAD)
+    assert failures(found) == found["rungs"][0]["on"]["failed"] == 1
+    assert found["rungs"][0]["on"]["completed"] == found["rungs"][0]["off"]["completed"] - 1 == 4
+    assert found["rungs"][0]["on"]["errors"][0].startswith("context_continuity is violated")
+
+    from dflash_jax import cli
+
+    monkeypatch.setattr(sys, "argv", ["dflash-jax", "bench", "ladder", str(job.config), "--concurrency", "1"])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--prompt-tokens", "40", "--out", str(job.directory)])
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--output-tokens", "24"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "0,1", "a", "-1"])
+def test_rungs_must_be_positive_integers(text):
+    with pytest.raises(ConfigError, match="must be positive integers such as"):
+        parse_rungs(text)
+
+
+def test_what_cannot_be_measured_is_refused(job):
+    with pytest.raises(ConfigError, match=r"need 168, but engine\.max_model_len is 160"):
+        run_ladder(load_ladder(job.config), [1], Load(prompt_tokens=104, output_tokens=64))
+    with pytest.raises(ConfigError, match="there is no 'draft'"):
+        load_ladder(job.config, ["draft=null"])
+    with pytest.raises(ConfigError, match=r"the nearest known one is 'engine\.max_slots'"):
+        load_ladder(job.config, ["engine.max_slot=3"])
+    job.prompts(b"not json", {"id": 1, "prompt": "there is no tokenizer for it"})
+    with pytest.raises(ConfigError, match="has no prompt that can be run"):
+        run_ladder(load_ladder(job.config), [1], LOAD)
