@@ -92,6 +92,7 @@ def ladder(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 64,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens each request makes.")] = 64,
     requests_per_slot: Annotated[int, typer.Option(min=1, help="Requests of a rung for each slot, at least.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Times each way is timed; the best counts.")] = 3,
     seed: Annotated[int, typer.Option(min=0, help="Of random prompts and of sampling.")] = 0,
     out: Annotated[str, typer.Option(metavar="DIR", help="For ladder.json and ladder.png.")] = "runs/ladder",
     set_: _Set = None,
@@ -106,7 +107,7 @@ def ladder(
 
     settings, rungs = load_ladder(config, set_ or ()), parse_rungs(concurrency)
     enable_compile_cache()
-    load = Load(prompt_tokens, output_tokens, requests_per_slot, seed)
+    load = Load(prompt_tokens, output_tokens, requests_per_slot, repeats, seed)
     found = run_ladder(settings, rungs, load, note=lambda text: print(text, file=sys.stderr))
     figures, plot = write_ladder(out, found)
     Console(highlight=False).print(ladder_table(found))

@@ -20,7 +20,7 @@ PAIRS = ("recall-dflash1", "recall-dflash2", "recall-dflash2-swa")
 SAMPLING: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
 
 # One set of sizes for all tests: each distinct one costs a compilation.
-SIZES: dict[str, Any] = {"max_slots": 3, "max_model_len": 160, "page_size": 16, "strict": True}
+SIZES: dict[str, Any] = {"max_slots": 4, "max_model_len": 160, "page_size": 16, "strict": True}
 
 
 @functools.cache

@@ -160,7 +160,7 @@ class Core:
             self.state = self.state.replace(slots=self.state.slots.replace(block_table=jnp.asarray(table)))
 
     def _prefill(self, rows: Rows, first_row: int, chunks: tuple[Chunk, ...], width: int) -> tuple[np.ndarray, Report]:
-        part = device.part(rows, first_row, scheduler.bucket(len(chunks), 1, self.config.max_slots))
+        part = device.part(rows, first_row, len(chunks), scheduler.bucket(len(chunks), 1, self.config.max_slots))
         mapping = np.array(part.idx_mapping)
         run = device.run_prefill_donated if self.config.donate else device.run_prefill
         self.state, report = run(
@@ -172,7 +172,7 @@ class Core:
         return mapping, report
 
     def _decode(self, rows: Rows, count: int) -> tuple[np.ndarray, Report]:
-        part = device.part(rows, 0, scheduler.bucket(count, 1, self.config.max_slots))
+        part = device.part(rows, 0, count, scheduler.bucket(count, 1, self.config.max_slots))
         mapping = np.array(part.idx_mapping)
         run = device.run_decode_donated if self.config.donate else device.run_decode
         self.state, report = run(
@@ -190,11 +190,16 @@ class Core:
         for chunk in chunks:
             row, progress = row_of[chunk.slot], self._running(chunk.slot)
             assert progress is not None
+            if report.violation[row]:
+                self._fail(progress, Violation(int(report.violation[row])))
+                continue
             progress = dataclasses.replace(progress, computed=progress.computed + len(chunk.tokens))
             self.host = scheduler.replace_running(self.host, progress)
-            if self._holds(progress, int(report.violation[row]), int(report.position[row])):
-                tokens = np.asarray(report.tokens)[row, : report.produced[row]]
-                self._emit(progress, tokens, bool(report.finished[row]), bool(report.stopped[row]), now)
+            if report.position[row] != progress.computed:
+                self._fail(progress, Violation.position_monotone)
+                continue
+            tokens = np.asarray(report.tokens)[row, : report.produced[row]]
+            self._emit(progress, tokens, bool(report.finished[row]), bool(report.stopped[row]), now)
 
     def _absorb_rounds(self, mapping: np.ndarray, report: Report) -> None:
         report, now = jax.device_get(report), self._clock()
@@ -204,6 +209,9 @@ class Core:
                 produced, violation = int(report.produced[done, row]), int(report.violation[done, row])
                 if progress is None or not (produced or violation):
                     continue
+                if violation:
+                    self._fail(progress, Violation(violation))
+                    continue
                 block = tuple(int(token) for token in report.drafts[done, row, : report.drafted[done, row]])
                 progress = dataclasses.replace(
                     progress,
@@ -211,29 +219,25 @@ class Core:
                     produced_per_round=(*progress.produced_per_round, produced),
                     drafted_blocks=(*progress.drafted_blocks, block),
                 )
-                if self._speculates(progress) and not block and not violation:
+                if self._speculates(progress) and not block:
                     reason = f"its context of {progress.computed} tokens is past draft.max_context {self.draft_limit}"
                     progress = dataclasses.replace(progress, fallback=reason)
                     self.host = dataclasses.replace(self.host, fallbacks=self.host.fallbacks + 1)
                 self.host = scheduler.replace_running(self.host, progress)
-                if self._holds(progress, violation, int(report.position[done, row])):
-                    tokens = np.asarray(report.tokens)[done, row, :produced]
-                    finished, stopped = bool(report.finished[done, row]), bool(report.stopped[done, row])
-                    self._emit(progress, tokens, finished, stopped, now)
+                if report.position[done, row] != progress.computed:
+                    self._fail(progress, Violation.position_monotone)
+                    continue
+                tokens = np.asarray(report.tokens)[done, row, :produced]
+                finished, stopped = bool(report.finished[done, row]), bool(report.stopped[done, row])
+                self._emit(progress, tokens, finished, stopped, now)
 
-    def _holds(self, progress: Progress, violation: int, position: int) -> bool:
-        """Whether the request's invariants hold; it is failed by name if not."""
-        if violation == 0 and position != progress.computed:
-            violation = Violation.position_monotone
-        if violation == 0:
-            return True
-        broken = Violation(violation)
+    def _fail(self, progress: Progress, broken: Violation) -> None:
+        """Ends a request by the name of the invariant it broke."""
         message = f"{broken.name} is violated: {MEANING[broken]}, and request {progress.request.id!r} broke it"
         if self.config.strict:
             raise InvariantError(message)
         self._remove(progress)
         self._outbox.close(progress, "error", message)
-        return False
 
     def _emit(self, progress: Progress, tokens: np.ndarray, finished: bool, stopped: bool, now: float) -> None:
         """Hands new tokens out, up to a stop string, and finishes the request if it is done."""

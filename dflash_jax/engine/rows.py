@@ -32,10 +32,15 @@ def swap(rows: Rows, a: Index, b: Index) -> Rows:
     return Rows(rows.idx_mapping[order])
 
 
-def part(rows: Rows, first: Index, size: int) -> Rows:
-    """`size` rows from row `first` on, as a batch of their own; empty rows follow where there are no more."""
+def part(rows: Rows, first: Index, count: Index, size: int) -> Rows:
+    """`count` rows from row `first` on, as a batch of their own, with empty rows up to `size`.
+
+    Only these rows take part in the step that is given the batch: what lies behind them stays out of it,
+    even where it would fit.
+    """
     order = first + jnp.arange(size)
-    return Rows(jnp.take(rows.idx_mapping, order, mode="fill", fill_value=-1))
+    taken = jnp.take(rows.idx_mapping, order, mode="fill", fill_value=-1)
+    return Rows(jnp.where(jnp.arange(size) < count, taken, -1))
 
 
 def resize(rows: Rows, size: int) -> Rows:
@@ -44,7 +49,7 @@ def resize(rows: Rows, size: int) -> Rows:
     Shrinking drops the last rows, which must be empty: condense first. Their slots would otherwise
     live on in no row.
     """
-    return part(rows, 0, size)
+    return part(rows, 0, size, size)
 
 
 def assign(rows: Rows, row: Index, slot: Index) -> Rows:

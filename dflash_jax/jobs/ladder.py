@@ -16,8 +16,6 @@ from dflash_jax.jobs.ladder_config import LadderConfig
 from dflash_jax.jobs.ladder_prompts import make_prompts
 from dflash_jax.jobs.summary import versions
 
-_REPEATS = 2
-
 
 @dataclasses.dataclass(frozen=True)
 class Load:
@@ -26,13 +24,23 @@ class Load:
     Attributes:
       prompt_tokens, output_tokens: of each request, exactly.
       requests_per_slot: requests for each slot of a rung, at least.
+      repeats: times that a rung's requests are timed, each way.
       seed: of random prompts, and of the sampling.
     """
 
     prompt_tokens: int = 64
     output_tokens: int = 64
     requests_per_slot: int = 2
+    repeats: int = 3
     seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A load that ran once: seconds from the first request to the last token; completions in the prompts' order."""
+
+    seconds: float
+    completions: tuple[Completion, ...]
 
 
 def run_ladder(
@@ -43,7 +51,7 @@ def run_ladder(
     A rung is an engine of its own with as many slots, for each way: the plain one has no draft at all, as
     a user without speculation would run it. As many requests are in flight at any time, a new one taking
     the place of each that finishes. Every rung runs every prompt equally often, so that the rungs'
-    acceptance can be compared. The load is run once to compile all that it needs, then `_REPEATS` times
+    acceptance can be compared. The load is run once to compile all that it needs, then `repeats` times
     in turns; the best time counts, being the least disturbed.
 
     Args:
@@ -74,7 +82,7 @@ def run_ladder(
     rungs = []
     for slots in concurrency:
         whole = -(-slots * load.requests_per_slot // len(prompts.token_ids))
-        rungs.append(_rung(config, loaded, slots, prompts.token_ids * whole, sampling))
+        rungs.append(_rung(config, loaded, slots, prompts.token_ids * whole, sampling, load.repeats))
         note(f"{slots}: {rungs[-1]['ratio']:.2f} times plain decoding")
     return {
         "target": config.target.path,
@@ -85,35 +93,38 @@ def run_ladder(
         "output_tokens": load.output_tokens,
         "temperature": sampling.temperature,
         "seed": load.seed,
+        "repeats": load.repeats,
         "device": jax.devices()[0].device_kind,
         "versions": versions(),
         "rungs": rungs,
     }
 
 
-def figures(seconds: float, completions: Sequence[Completion], output_tokens: int) -> dict[str, Any]:
-    """What a load came to: speed, latencies, acceptance, and how many requests failed.
+def figures(runs: Sequence[Run], output_tokens: int) -> dict[str, Any]:
+    """What a load came to: speed, latencies and acceptance of the fastest run, and how many requests failed in all.
 
     Args:
-      seconds: from the first request to the last token.
-      completions: of all requests; one has failed unless it ran and made exactly `output_tokens`.
-      output_tokens: as asked.
+      runs: all of one way, the one that compiled first; that one is not timed, but its requests count.
+      output_tokens: a request has failed unless it ran and made exactly so many.
     """
-    failed = [c for c in completions if c.finish_reason == "error" or len(c.token_ids) != output_tokens]
+    every = [c for run in runs for c in run.completions]
+    failed = [c for c in every if c.finish_reason == "error" or len(c.token_ids) != output_tokens]
+    best = min(runs[1:], key=lambda run: run.seconds)
+    completions = best.completions
     proposed, accepted, steps = (
         sum(getattr(c.metrics, name) for c in completions)
         for name in ("drafts_proposed", "drafts_accepted", "drafted_request_steps")
     )
     return {
-        "output_tokens_per_s": sum(len(c.token_ids) for c in completions) / seconds,
+        "output_tokens_per_s": sum(len(c.token_ids) for c in completions) / best.seconds,
         "tpot_s": _mean_and_median([c.metrics.tpot_s for c in completions]),
         "ttft_s": _mean_and_median([c.metrics.ttft_s for c in completions]),
         "accept_rate": accepted / proposed if proposed else None,
         "mean_acceptance_length": 1 + accepted / steps if steps else None,
-        "completed": len(completions) - len(failed),
+        "seconds": best.seconds,
+        "completed": len(every) - len(failed),
         "failed": len(failed),
         "errors": sorted({c.error for c in failed if c.error is not None}),
-        "seconds": seconds,
     }
 
 
@@ -128,24 +139,21 @@ def _rung(
     slots: int,
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
+    repeats: int,
 ) -> dict[str, Any]:
     engines = {way: _engine(config, loaded, slots, way == "on") for way in ("off", "on")}
-    best: dict[str, tuple[float, list[Completion]]] = {}
-    for engine in engines.values():
-        _run(engine, prompts, slots, sampling)
-    for _ in range(_REPEATS):
+    runs: dict[str, list[Run]] = {"off": [], "on": []}
+    # The first time compiles everything, since the steps are the same each time.
+    for _ in range(1 + repeats):
         for way, engine in engines.items():
-            run = _run(engine, prompts, slots, sampling)
-            if way not in best or run[0] < best[way][0]:
-                best[way] = run
-    on, off = (figures(*best[way], sampling.max_tokens) for way in ("on", "off"))
-    same = sum(a.token_ids == b.token_ids for a, b in zip(best["on"][1], best["off"][1], strict=True))
-    ratio = on["output_tokens_per_s"] / off["output_tokens_per_s"]
+            runs[way].append(_run(engine, prompts, slots, sampling))
+    on, off = (figures(runs[way], sampling.max_tokens) for way in ("on", "off"))
+    pairs = zip(runs["on"][0].completions, runs["off"][0].completions, strict=True)
     return {
         "concurrency": slots,
         "requests": len(prompts),
-        "ratio": ratio,
-        "same_tokens": same if sampling.temperature == 0 else None,
+        "ratio": on["output_tokens_per_s"] / off["output_tokens_per_s"],
+        "same_tokens": sum(a.token_ids == b.token_ids for a, b in pairs) if sampling.temperature == 0 else None,
         "on": on,
         "off": off,
     }
@@ -159,10 +167,8 @@ def _engine(config: LadderConfig, loaded: Engine, slots: int, speculation: bool)
     return Engine(models, sizes, k=loaded.k, max_context=config.draft.max_context)
 
 
-def _run(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], concurrency: int, sampling: SamplingParams
-) -> tuple[float, list[Completion]]:
-    """Runs requests, so many in flight at any time; returns seconds, and completions in the prompts' order."""
+def _run(engine: Engine, prompts: Sequence[tuple[int, ...]], concurrency: int, sampling: SamplingParams) -> Run:
+    """Runs requests, so many in flight at any time."""
     done: dict[str, Completion] = {}
     added = 0
     begin = time.perf_counter()
@@ -171,7 +177,8 @@ def _run(
             engine.add_request(prompts[added], sampling, request_id=str(added))
             added += 1
         done.update((u.id, u.completion) for u in engine.step() if u.completion is not None)
-    return time.perf_counter() - begin, [done[str(index)] for index in range(len(prompts))]
+    seconds = time.perf_counter() - begin
+    return Run(seconds, tuple(done[str(index)] for index in range(len(prompts))))
 
 
 def _mean_and_median(values: Sequence[float | None]) -> dict[str, float] | None:

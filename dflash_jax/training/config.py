@@ -55,6 +55,7 @@ class InitSection(Section):
       layers: "random" draws them, "target" copies the target's last layers.
       second_tap: start of the convolutions' second tap before a sublayer; 0 is plain DFlash.
       scale: standard deviation of weights that are drawn, times 1 / sqrt(inputs).
+      norm: start of the final norm's weights when layers are drawn: how large the first logits are.
       feature_sequences: sequences to measure the features on.
     """
 
@@ -62,6 +63,7 @@ class InitSection(Section):
     layers: Literal["random", "target"] = "random"
     second_tap: float = 0.0
     scale: Annotated[float, Field(gt=0)] = 0.5
+    norm: Annotated[float, Field(gt=0)] = 1.0
     feature_sequences: Positive = 16
 
 

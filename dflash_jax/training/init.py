@@ -91,8 +91,7 @@ def fresh_params(
         fc=_fresh_fc(keys[0], config, section),
         hidden_norm=jnp.asarray(sources[0].input_norm, jnp.float32) if copied else jnp.ones(hidden),
         layers=tuple(layer.replace(attention_conv=convolutions, mlp_conv=convolutions) for layer in layers),
-        # The LM head is the target's, and was trained behind this norm.
-        norm=jnp.asarray(target.norm, jnp.float32),
+        norm=jnp.asarray(target.norm, jnp.float32) if copied else jnp.full(hidden, section.norm),
         selector=_fresh_selector(keys[1], config),
     )
 

@@ -19,7 +19,7 @@ def test_each_case_alone_is_the_golden_record(pair):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_all_cases_at_once_are_as_alone(pair):
-    served = engine(pair)
+    served = engine(pair, slots=3)
     for completion, case in zip(served.generate(prompts(pair), SAMPLING), cases(pair), strict=True):
         assert_is_golden(completion, case)
 
@@ -29,7 +29,7 @@ def test_noise_in_random_order_changes_nothing(pair):
     noise = [prompt for other in PAIRS if other != pair for prompt in prompts(other)]
     queue = [(prompt, None) for prompt in noise] + [(case["prompt"], case) for case in cases(pair)]
     random.Random(pair).shuffle(queue)
-    served = engine(pair)
+    served = engine(pair, slots=3)
     for completion, (_, case) in zip(served.generate([p for p, _ in queue], SAMPLING), queue, strict=True):
         if case is not None:
             assert_is_golden(completion, case)
@@ -37,7 +37,7 @@ def test_noise_in_random_order_changes_nothing(pair):
 
 def test_several_rounds_per_step_are_the_same_rounds():
     pair = PAIRS[1]
-    served = engine(pair, rounds_per_step=3)
+    served = engine(pair, slots=3, rounds_per_step=3)
     for completion, case in zip(served.generate(prompts(pair), SAMPLING), cases(pair), strict=True):
         assert_is_golden(completion, case)
 

@@ -81,6 +81,19 @@ def test_a_decode_behind_a_prefill_is_brought_to_the_front():
         assert_is_golden(done[str(index)], cases(PAIR)[index])
 
 
+def test_a_prompt_that_ends_in_a_step_takes_no_part_in_its_round():
+    """Three decode, which is run as a batch of four; the fourth row holds a prompt that ends in this very step."""
+    served = engine(PAIR)
+    for index in (1, 2, 1):
+        served.add_request(prompts(PAIR)[index], SAMPLING)
+    while sum(p.decoding for p in served.host.running) < 3:
+        served.step()
+    served.add_request(prompts(PAIR)[3][:32], SAMPLING, request_id="new")
+    [update] = [update for update in served.step() if update.id == "new"]
+    assert len(update.token_ids) == 1
+    assert record(run(served)["new"]) == record(alone(PAIR, tuple(prompts(PAIR)[3][:32])))
+
+
 def test_a_newcomer_in_a_freed_slot_has_nothing_of_its_predecessor():
     """Situation 3: departure and arrival in one step, freed pages poisoned."""
     served = engine(PAIR, slots=1, prefix_cache=False)
@@ -295,7 +308,7 @@ def test_other_block_widths_than_the_trained_one_draft_and_lose_nothing(k):
 
 def test_abort_of_a_queued_a_prefilling_and_a_decoding_request():
     """Situation 10."""
-    served = engine(PAIR, prefill_chunk=16, prefix_cache=False)
+    served = engine(PAIR, slots=3, prefill_chunk=16, prefix_cache=False)
     for name, index in (("decoding", 1), ("survivor", 2)):
         served.add_request(prompts(PAIR)[index], SAMPLING, request_id=name)
     while sum(p.decoding for p in served.host.running) < 2:

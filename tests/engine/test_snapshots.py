@@ -14,7 +14,7 @@ PAIR = "recall-dflash2"
 
 def midway() -> Engine:
     """Three requests run, two wait, the first has condensed the batch once."""
-    served = engine(PAIR)
+    served = engine(PAIR, slots=3)
     for index, prompt in enumerate(prompts(PAIR)):
         served.add_request(prompt, SAMPLING, request_id=str(index))
     for _ in range(5):

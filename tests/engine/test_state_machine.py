@@ -25,7 +25,7 @@ from tests.engine.poison import poison
 from tests.pairs import alone, engine, prompts
 
 PAIR = "recall-dflash2"
-SLOTS, PAGE_SIZE = (int(n) for n in os.environ.get("DFLASH_JAX_MACHINE", "3x16").split("x"))
+SLOTS, PAGE_SIZE = (int(n) for n in os.environ.get("DFLASH_JAX_MACHINE", "4x16").split("x"))
 PROMPTS = [tuple(prompt) for prompt in prompts(PAIR)[:4]] + [tuple(prompts(PAIR)[3][:33]), (60, 3)]
 SAMPLINGS = [
     {"max_tokens": 20},
