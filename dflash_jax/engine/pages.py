@@ -37,7 +37,7 @@ class PagePool:
     num_pages: int
     page_size: int
     references: np.ndarray
-    free: tuple[int, ...]
+    free: np.ndarray
     page_of: Mapping[bytes, int] = dataclasses.field(default_factory=dict)
     hash_of: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
     idle: tuple[int, ...] = ()
@@ -53,9 +53,8 @@ class PagePool:
 
 def empty_pool(num_pages: int, page_size: int) -> PagePool:
     """A pool with every page free."""
-    return PagePool(
-        num_pages, page_size, references=np.zeros(num_pages, np.int32), free=tuple(range(num_pages - 1, -1, -1))
-    )
+    pages = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+    return PagePool(num_pages, page_size, references=np.zeros(num_pages, np.int32), free=pages)
 
 
 def page_hashes(tokens: Sequence[int], page_size: int) -> tuple[bytes, ...]:
@@ -94,7 +93,7 @@ def allocate(pool: PagePool, count: int) -> tuple[PagePool, tuple[int, ...]]:
     if count == 0:
         return pool, ()
     evicted = pool.idle[: max(0, count - len(pool.free))]
-    fresh = pool.free[max(0, len(pool.free) - count) :][::-1]
+    fresh = tuple(pool.free[max(0, len(pool.free) - count) :][::-1].tolist())
     pages = fresh + evicted
     assert len(pages) == count, f"{count} pages asked of a pool with {pool.available}"
     references = pool.references.copy()
@@ -123,12 +122,18 @@ def release(pool: PagePool, pages: Sequence[int]) -> PagePool:
     a prefix outlives what follows it.
     """
     references = pool.references.copy()
-    free, idle = list(pool.free), list(pool.idle)
+    free: list[int] = []
+    idle: list[int] = []
     for page in reversed(pages):
         references[page] -= 1
         if references[page] == 0:
             (idle if page in pool.hash_of else free).append(page)
-    return dataclasses.replace(pool, references=references, free=tuple(free), idle=tuple(idle))
+    return dataclasses.replace(
+        pool,
+        references=references,
+        free=np.concatenate([pool.free, np.array(free, np.int32)]),
+        idle=(*pool.idle, *idle),
+    )
 
 
 def publish(pool: PagePool, pages: Iterable[int], hashes: Iterable[bytes]) -> PagePool:
@@ -161,8 +166,10 @@ def check_pages_conserved(pool: PagePool, held: Iterable[Sequence[int]]) -> None
             f"pages_conserved: page {wrong} is held by {counted[wrong]} requests but counted as "
             f"{pool.references[wrong]}"
         )
-    unheld = np.sort(np.array(pool.free + pool.idle, np.int64))
-    if not np.array_equal(unheld, np.flatnonzero(counted == 0)):
+    unheld = np.zeros(pool.num_pages, bool)
+    unheld[pool.free] = True
+    unheld[list(pool.idle)] = True
+    if unheld.sum() != len(pool.free) + len(pool.idle) or np.any(unheld != (counted == 0)):
         raise InvariantError(
             f"pages_conserved: {len(pool.free)} free and {len(pool.idle)} idle pages are not the "
             f"{int(np.sum(counted == 0))} that nobody references"

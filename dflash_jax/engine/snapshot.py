@@ -95,6 +95,7 @@ def _host_to_json(snapshot: HostSnapshot) -> dict[str, Any]:
     host = snapshot.host
     pool = dataclasses.asdict(host.pool) | {
         "references": host.pool.references.tolist(),
+        "free": host.pool.free.tolist(),
         "page_of": {key.hex(): page for key, page in host.pool.page_of.items()},
         "hash_of": {},
     }
@@ -118,7 +119,7 @@ def _host_from_json(values: dict[str, Any]) -> HostSnapshot:
         **{
             **pool,
             "references": np.array(pool["references"], np.int32),
-            "free": tuple(pool["free"]),
+            "free": np.array(pool["free"], np.int32),
             "idle": tuple(pool["idle"]),
             "page_of": page_of,
             "hash_of": {page: key for key, page in page_of.items()},

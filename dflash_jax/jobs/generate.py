@@ -218,9 +218,11 @@ class _Job:
         unusable = self._snapshot.restore(engine)
         if unusable is not None:
             self._screen.note(f"the snapshot {self._snapshot.directory} is not used: {unusable}")
-        found = Resumption(engine, self._output.has)
-        if found.count:
-            self._screen.note(f"going on with {found.count} requests from {self._snapshot.directory}")
+        found = Resumption(engine)
+        # The others finished after the snapshot was taken.
+        wanted = sum(not self._output.has(request_id) for request_id in found.unclaimed)
+        if wanted:
+            self._screen.note(f"going on with {wanted} requests from {self._snapshot.directory}")
         self._snapshot.begin()
         return found
 

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dflash_jax.engine import Engine
-from dflash_jax.engine.request import Request
 from dflash_jax.jobs.reader import Item
 
 
 class Resumption:
-    """The requests that a restored engine has in flight, until the input's lines claim them.
+    """The requests that a restored engine has in flight, until the input's lines claim them."""
 
-    Those whose answers are written already, since they finished after the snapshot, are aborted at once.
-    """
-
-    def __init__(self, engine: Engine, answered: Callable[[str], bool]):
+    def __init__(self, engine: Engine):
         """Looks through an engine; one with no requests in it has nothing to claim."""
         self._engine = engine
-        self._open: dict[str, Request] = {}
-        for progress in (*engine.host.running, *engine.host.waiting):
-            self._open[progress.request.id] = progress.request
-        for request_id in list(self._open):
-            if answered(request_id):
-                self._drop(request_id)
-        self.count = len(self._open)
+        self._open = {p.request.id: p.request for p in (*engine.host.running, *engine.host.waiting)}
+
+    @property
+    def unclaimed(self) -> tuple[str, ...]:
+        """Ids of the requests that no line has claimed so far."""
+        return tuple(self._open)
 
     def claim(self, item: Item) -> bool:
         """Whether the engine is answering an input line already.
@@ -44,8 +37,8 @@ class Resumption:
         return True
 
     def drop_unclaimed(self) -> None:
-        """Aborts the requests that no line has claimed: the input has changed."""
-        for request_id in list(self._open):
+        """Aborts the requests that no line claims: their answers are written already, or the input has changed."""
+        for request_id in self.unclaimed:
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dflash_jax import Engine, InvariantError
@@ -124,7 +125,9 @@ def test_a_page_of_two_writers_is_noticed_before_it_is_written():
     references = served.host.pool.references.copy()
     references[one.pages[-1]] += 1
     references[other.pages[-1]] -= 1
-    pool = dataclasses.replace(served.host.pool, references=references, free=(*served.host.pool.free, other.pages[-1]))
+    pool = dataclasses.replace(
+        served.host.pool, references=references, free=np.append(served.host.pool.free, other.pages[-1])
+    )
     served.host = dataclasses.replace(served.host, pool=pool, running=(one, stolen))
     with pytest.raises(InvariantError, match=f"pages_exclusive: request '1' is about to write page {one.pages[-1]}"):
         served.step()

@@ -59,7 +59,9 @@ def test_every_rung_completes_all_requests_and_drafts_alike(climbed):
 
 def test_the_table_says_where_the_prompts_are_from_and_the_plot_is_there(climbed):
     out, directory = climbed
-    assert "the first 5 of" in out and "1 cut and 3 continued by the target to 40 tokens" in out
+    lengths = [len(case["prompt"]) for case in CASES]
+    cut, short = sum(n > 40 for n in lengths), sum(n < 40 for n in lengths)
+    assert "the first 5 of" in out and f"{cut} cut and {short} continued by the target to 40 tokens" in out
     assert "ratio" in out and "ladder.png" in out
     assert (directory / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
