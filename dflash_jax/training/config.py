@@ -155,13 +155,17 @@ class EvalSection(Section):
       every: steps between evaluations by teacher forcing; there is one at the end too.
       sequences: held-out sequences it runs over, at most.
       anchors: anchors of each.
-      engine_every: steps between evaluations by the engine, if the caller has one; null for none.
+      engine_every: steps between evaluations by decoding with the engine; null for none.
+      engine_prompts: held-out prompts that it answers, at most.
+      engine_tokens: tokens of each answer.
     """
 
     every: Positive = 500
     sequences: Positive = 32
     anchors: Positive = 32
     engine_every: Positive | None = None
+    engine_prompts: Positive = 16
+    engine_tokens: Positive = 64
 
 
 class TrainConfig(Section):

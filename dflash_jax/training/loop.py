@@ -6,16 +6,17 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.checkpoints import LoadedTarget, save_draft
+from dflash_jax.checkpoints import save_draft
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams
+from dflash_jax.training.acceptance import engine_acceptance
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.dataset import Order
 from dflash_jax.training.log import MetricsLog, progress_bar
@@ -27,8 +28,6 @@ from dflash_jax.training.setup import Run, prepare
 from dflash_jax.training.state import TrainState
 from dflash_jax.training.step import make_eval_step, make_train_step
 from dflash_jax.training.store import RunStore
-
-EngineEvaluation = Callable[[LoadedTarget, DraftConfig, DraftParams], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +46,23 @@ class Trained:
     params: DraftParams
 
 
-def train(config: TrainConfig, engine_evaluation: EngineEvaluation | None = None) -> Trained:
+def train(config: TrainConfig) -> Trained:
     """Trains a draft, going on from the output directory's newest checkpoint if it has one.
 
     SIGINT and SIGTERM end it after the step it is at, with a checkpoint.
 
     Args:
       config: the run.
-      engine_evaluation: measures a draft by decoding with it, every `evaluation.engine_every` steps.
 
     Raises:
       ConfigError: a config that cannot work, or not the one that the run was started with.
       CheckpointError: a target, draft or checkpoint that cannot be read.
     """
     with closing(RunStore(config.output, config.checkpoint)) as store:
-        return _loop(prepare(config, store), store, engine_evaluation)
+        return _loop(prepare(config, store), store)
 
 
-def _loop(run: Run, store: RunStore, engine_evaluation: EngineEvaluation | None) -> Trained:
+def _loop(run: Run, store: RunStore) -> Trained:
     config, section = run.config, run.config.optimiser
     train_step = make_train_step(run.draft_config, config.dtype, config.loss, section, make_optimiser(section))
     order = Order(run.dataset, config.seed, section.sequences)
@@ -74,7 +72,7 @@ def _loop(run: Run, store: RunStore, engine_evaluation: EngineEvaluation | None)
     state = run.start if store.latest_step() is None else store.restore(run.start)
     step = int(state.step)
     log = MetricsLog(store.metrics, step)
-    evaluate = _evaluator(run, log, engine_evaluation)
+    evaluate = _evaluator(run, log)
     with progress_bar() as progress, _stop_signals() as stop:
         task = progress.add_task("", total=section.steps, completed=step, figures="")
         window, window_start, window_steps = None, time.perf_counter(), 0
@@ -124,11 +122,13 @@ def _train_figures(run: Run, plan: RowPlan, tally: Tally, seconds: float, steps:
     }
 
 
-def _evaluator(run: Run, log: MetricsLog, engine_evaluation: EngineEvaluation | None):
+def _evaluator(run: Run, log: MetricsLog):
     """Evaluates a state at the steps that ask for it."""
     section = run.config.evaluation
     evaluate = make_eval_step(run.draft_config, run.config.dtype, run.config.loss, section.anchors)
     chosen = [int(index) for index in run.dataset.held_out[: section.sequences]]
+    whole = [run.dataset.sequence(index) for index in chosen[: section.engine_prompts]]
+    prompts = [sequence.tokens[: max(1, sequence.prompt_len)].tolist() for sequence in whole]
 
     def at(step: int, state: TrainState, *, last: bool) -> None:
         if chosen and (last or step % section.every == 0):
@@ -139,9 +139,10 @@ def _evaluator(run: Run, log: MetricsLog, engine_evaluation: EngineEvaluation | 
             assert tally is not None
             log.write(step, "held_out", report(tally))
         every = section.engine_every
-        if engine_evaluation is not None and every and (last or step % every == 0):
+        if prompts and every and (last or step % every == 0):
             params = run.export(state.params)
-            log.write(step, "engine", engine_evaluation(run.target, run.draft_config, params))
+            found = engine_acceptance(run.target, run.draft_config, params, prompts, section.engine_tokens)
+            log.write(step, "engine", found)
 
     return at
 
@@ -167,9 +168,9 @@ def _export_once(directory: Path, config: DraftConfig, params: DraftParams) -> N
         save_draft(directory, config, params)
 
 
-def run_training(config: TrainConfig, engine_evaluation: EngineEvaluation | None = None) -> None:
+def run_training(config: TrainConfig) -> None:
     """`train` for the command line: says how it ended."""
-    trained = train(config, engine_evaluation)
+    trained = train(config)
     if trained.finished:
         print(f"finished at step {trained.step}; the draft is in {config.output / 'draft'}")
     else:
