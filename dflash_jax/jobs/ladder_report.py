@@ -42,9 +42,9 @@ def ladder_table(found: Mapping[str, Any]) -> Table:
         accepted, length = on["accept_rate"], on["mean_acceptance_length"]
         table.add_row(
             str(rung["concurrency"]),
-            f"{on['output_tokens_per_s']:,.0f} / {off['output_tokens_per_s']:,.0f}",
+            f"{on['output_tokens_per_s']:,.0f}/{off['output_tokens_per_s']:,.0f}",
             f"{rung['ratio']:.2f}",
-            *(f"{_milliseconds(on[name])} / {_milliseconds(off[name])}" for name in ("tpot_s", "ttft_s")),
+            *(f"{_milliseconds(on[name])}/{_milliseconds(off[name])}" for name in ("tpot_s", "ttft_s")),
             "-" if accepted is None else f"{accepted:.4f}",
             "-" if length is None else f"{length:.3f}",
             str(on["completed"] + off["completed"]),
