@@ -48,7 +48,7 @@ def run_gate(mutant: Mutant, *, mutated: bool) -> tuple[bool, str]:
         if mutated:
             apply(mutant, directory)
         environment = {**os.environ, "PYTHONPATH": str(directory), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", mutant.gate]
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", mutant.gate]
         try:
             done = subprocess.run(
                 command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
