@@ -1,0 +1,22 @@
+"""The memory that `inspect` tells beforehand is what an engine then holds."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from dflash_jax import Engine
+from dflash_jax.engine import EngineConfig
+from dflash_jax.jobs.inspect import inspect_checkpoint
+from tests.pairs import GOLDEN
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_told_memory_is_what_an_engine_of_32_slots_holds(dtype):
+    target, draft = str(GOLDEN / "recall-target"), str(GOLDEN / "recall-dflash2")
+    sizes = {"max_slots": 32, "max_model_len": 160, "dtype": dtype}
+    told = inspect_checkpoint(target, draft=draft, k=8, engine=EngineConfig(**sizes))
+    engine = Engine.from_config({"target": {"path": target}, "draft": {"path": draft, "k": 8}, "engine": sizes})
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((engine.models, engine.state)))
+    total = told.memory.total + 32 * told.memory.slot_state
+    assert total == pytest.approx(held, rel=0.05)
