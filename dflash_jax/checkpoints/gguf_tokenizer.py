@@ -1,8 +1,8 @@
-"""A byte-level BPE tokenizer from GGUF metadata."""
+"""Tokenizers from GGUF metadata: byte-level BPE ('gpt2') and SentencePiece BPE ('llama')."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from dflash_jax.errors import CheckpointError
 
 # gguf.TokenType
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _QWEN2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -61,18 +62,15 @@ def read_tokenizer(metadata: Mapping[str, Any], file: Path) -> Tokenizer | None:
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or "tokenizer.ggml.tokens" not in metadata:
         return None
-    if kind != "gpt2":
+    if kind == "gpt2":
+        backend = _byte_level(metadata, file)
+    elif kind == "llama":
+        backend = _sentencepiece(metadata, file)
+    else:
         raise CheckpointError(
-            f"{file} has a tokenizer of kind {kind!r}, but only byte-level BPE ('gpt2') can be read from GGUF; "
-            "use the model's Hugging Face directory instead"
+            f"{file} has a tokenizer of kind {kind!r}, but only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece "
+            "BPE) can be read from GGUF; use the model's Hugging Face directory instead"
         )
-    pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
-        raise CheckpointError(
-            f"{file} has tokenizer.ggml.pre {pre!r}, but it must be one of {', '.join(_PRE_TOKENIZERS)}; "
-            "use the model's Hugging Face directory instead"
-        )
-    backend = _backend(metadata, str(pre))
     tokens = metadata["tokenizer.ggml.tokens"]
     named = {
         f"{role}_token": tokens[metadata[key]]
@@ -90,9 +88,14 @@ def read_tokenizer(metadata: Mapping[str, Any], file: Path) -> Tokenizer | None:
     )
 
 
-def _backend(metadata: Mapping[str, Any], pre: str) -> Backend:
+def _byte_level(metadata: Mapping[str, Any], file: Path) -> Backend:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre not in _PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{file} has tokenizer.ggml.pre {pre!r}, but it must be one of {', '.join(_PRE_TOKENIZERS)}; "
+            "use the model's Hugging Face directory instead"
+        )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocab = {token: index for index, token in enumerate(tokens)}
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _BEGINS_WITH_BOS))
@@ -100,13 +103,51 @@ def _backend(metadata: Mapping[str, Any], pre: str) -> Backend:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
     backend.decoder = decoders.ByteLevel()
+    return _finish(backend, metadata, begins_with_bos=pre in _BEGINS_WITH_BOS)
+
+
+def _sentencepiece(metadata: Mapping[str, Any], file: Path) -> Backend:
+    """SentencePiece BPE with byte fallback: spaces are part of the pieces, scores say which merge comes first."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    scores = metadata.get("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise CheckpointError(
+            f"{file} has a 'llama' tokenizer with {0 if scores is None else len(scores)} scores for {len(tokens)} "
+            "tokens; each token needs one (tokenizer.ggml.scores)"
+        )
+    vocab = {token: index for index, token in enumerate(tokens)}
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    merges = _merges(vocab, scores)
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefixed else parts)
+    return _finish(backend, metadata, begins_with_bos=True)
+
+
+def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, best piece first; equal pieces in the order of their parts."""
+    found = []
+    for piece, index in vocab.items():
+        halves = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+        parts = [(left, right) for left, right in halves if left in vocab and right in vocab]
+        found += [(-scores[index], index, vocab[left], vocab[right], left, right) for left, right in parts]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _finish(backend: Backend, metadata: Mapping[str, Any], *, begins_with_bos: bool) -> Backend:
+    """Adds the special tokens, and the BOS before a text where the model wants one."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     for token, kind in zip(tokens, types, strict=True):
         if kind in (_CONTROL, _UNUSED):
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
         elif kind == _USER_DEFINED:
             backend.add_tokens([AddedToken(token, special=False, normalized=False)])
     bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", pre in _BEGINS_WITH_BOS):
+    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins_with_bos):
         backend.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
         )

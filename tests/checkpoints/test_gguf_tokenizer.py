@@ -1,9 +1,11 @@
+import json
 from pathlib import Path
 
 import pytest
 from tokenizers import pre_tokenizers
 
 from dflash_jax.checkpoints.gguf_tokenizer import read_tokenizer
+from dflash_jax.errors import CheckpointError
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ["12", "123", "1234", "he", "hello", "He", "cafe\u0301"]
@@ -75,3 +77,42 @@ def test_qwen_normalises_composed_characters():
 
 def test_file_without_a_tokenizer_has_none():
     assert read_tokenizer({}, FILE) is None
+
+
+@pytest.fixture(scope="module")
+def sentencepiece() -> dict:
+    """Vocabulary of a small BPE model that SentencePiece 0.2 trained, and what it encodes texts to."""
+    return json.loads((Path(__file__).parent / "sentencepiece.json").read_text(encoding="utf-8"))
+
+
+def sentencepiece_metadata(model: dict, **more) -> dict:
+    fields = {"tokens": model["tokens"], "scores": model["scores"], "token_type": model["token_type"]}
+    fields |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "model": "llama", **more}
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+def test_a_sentencepiece_vocabulary_encodes_like_sentencepiece(sentencepiece):
+    tokenizer = read_tokenizer(sentencepiece_metadata(sentencepiece), FILE)
+    assert len(sentencepiece["cases"]) > 5
+    for case in sentencepiece["cases"]:
+        ids = tokenizer.encode(case["text"])
+        assert ids == [1, *case["ids"]]
+        assert tokenizer.decode(ids) == case["text"]
+        stream = tokenizer.detokenizer()
+        assert "".join(map(stream.push, ids)) + stream.finish() == case["text"]
+
+
+def test_a_sentencepiece_vocabulary_may_go_without_bos_and_space_prefix(sentencepiece):
+    metadata = sentencepiece_metadata(sentencepiece, add_bos_token=False, add_space_prefix=False)
+    tokenizer = read_tokenizer(metadata, FILE)
+    with_prefix = next(case for case in sentencepiece["cases"] if case["text"] == "Hello world")["ids"]
+    ids = tokenizer.encode("Hello world")
+    assert ids != with_prefix and 1 not in ids
+    assert tokenizer.decode(ids) == "Hello world"
+
+
+def test_a_sentencepiece_vocabulary_without_scores_is_refused(sentencepiece):
+    metadata = sentencepiece_metadata(sentencepiece)
+    del metadata["tokenizer.ggml.scores"]
+    with pytest.raises(CheckpointError, match=r"0 scores for 420 tokens"):
+        read_tokenizer(metadata, FILE)

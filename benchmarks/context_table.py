@@ -1,0 +1,59 @@
+"""A round's time at one context length in block tables of different length, side by side.
+
+The cost must follow the context there is, not the longest there could be.
+
+    python benchmarks/context_table.py [--context 4096] [--tables 4608,16384]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+from dflash_jax import Engine
+
+
+def engine_at(context: int, table: int, target: str, draft: str, requests: int) -> Engine:
+    sizes = {
+        "max_slots": requests,
+        "max_model_len": table,
+        "num_pages": requests * (context // 16 + 40),
+        "prefill_chunk": 512,
+        "prefix_cache": False,
+    }
+    engine = Engine.from_config({"target": {"path": target}, "draft": {"path": draft}, "engine": sizes})
+    for index in range(requests):
+        prompt = [60] + [(index + 3 * i) % 56 for i in range(context - 1)]
+        engine.add_request(prompt, {"max_tokens": 500, "ignore_eos": True})
+    while engine.host.waiting or not all(p.decoding for p in engine.host.running):
+        engine.step()
+    engine.step()
+    return engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="tests/golden/recall-target")
+    parser.add_argument("--draft", default="tests/golden/recall-dflash2")
+    parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--tables", default="4608,16384")
+    parser.add_argument("--requests", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    tables = [int(table) for table in options.tables.split(",")]
+    engines = [engine_at(options.context, table, options.target, options.draft, options.requests) for table in tables]
+    times: list[list[float]] = [[] for _ in engines]
+    for _ in range(options.rounds):
+        for engine, seen in zip(engines, times, strict=True):
+            begin = time.perf_counter()
+            engine.step()
+            seen.append(time.perf_counter() - begin)
+    medians = [statistics.median(seen) for seen in times]
+    print(f"{'table':>8} {'round ms':>9} {'ratio':>6}")
+    for table, median in zip(tables, medians, strict=True):
+        print(f"{table:>8} {1e3 * median:>9.2f} {median / medians[0]:>6.3f}")
+
+
+if __name__ == "__main__":
+    main()
