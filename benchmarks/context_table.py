@@ -8,21 +8,27 @@ The cost must follow the context there is, not the longest there could be.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import time
 
-from dflash_jax import Engine
+from dflash_jax import Engine, EngineConfig
+from dflash_jax.checkpoints import load_draft, load_target
+from dflash_jax.engine import Models
 
 
 def engine_at(context: int, table: int, target: str, draft: str, requests: int) -> Engine:
-    sizes = {
-        "max_slots": requests,
-        "max_model_len": table,
-        "num_pages": requests * (context // 16 + 40),
-        "prefill_chunk": 512,
-        "prefix_cache": False,
-    }
-    engine = Engine.from_config({"target": {"path": target}, "draft": {"path": draft}, "engine": sizes})
+    config = EngineConfig(
+        max_slots=requests,
+        max_model_len=table,
+        num_pages=requests * (context // 16 + 40),
+        prefill_chunk=512,
+        prefix_cache=False,
+    )
+    loaded, drafter = load_target(target), load_draft(draft)
+    # Tables may be longer than what the model was made for: only the cost matters here.
+    unlimited = dataclasses.replace(loaded.config, max_position=0)
+    engine = Engine(Models(loaded.params, unlimited, drafter.params, drafter.config), config)
     for index in range(requests):
         prompt = [60] + [(index + 3 * i) % 56 for i in range(context - 1)]
         engine.add_request(prompt, {"max_tokens": 500, "ignore_eos": True})

@@ -48,6 +48,9 @@ def make_request(
         raise RequestError("stop strings need a tokenizer, and the model has none; use stop_token_ids instead")
     own = () if sampling.ignore_eos else target.eos_token_ids
     stop_tokens = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
+    strange = [token for token in stop_tokens if token >= target.vocab_size]
+    if strange:
+        raise RequestError(f"stop token {strange[0]} is outside the vocabulary of {target.vocab_size} tokens")
     request = Request(request_id, prompt, sampling, stop_tokens, min(sampling.max_tokens, room))
     needed = pages_for(request.longest, pool.page_size)
     if needed > pool.num_pages:

@@ -63,7 +63,7 @@ class Core:
           implementation: see `block_attention`.
 
         Raises:
-          ConfigError: target and draft do not fit each other.
+          ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
         """
         self.models = models
         self.config = config or EngineConfig()
@@ -74,6 +74,7 @@ class Core:
             self.k = k if k is not None else models.draft_config.block_size - 1
         elif k is not None:
             raise ConfigError(f"draft.k is {k}, but there is no draft to propose tokens")
+        self._check_sizes()
         self.draft_limit = max_context if max_context is not None else NO_LIMIT
         self.implementation: Implementation | None = implementation
         self.state: EngineState = self._empty_state()
@@ -81,6 +82,16 @@ class Core:
         self._clock = clock
         self._next_id = 0
         self._outbox = Outbox(tokenizer)
+
+    def _check_sizes(self) -> None:
+        longest, known = self.config.max_model_len, self.models.target_config.max_position
+        if known and longest > known:
+            raise ConfigError(
+                f"engine.max_model_len is {longest}, but the target was made for at most {known} tokens "
+                "(max_position_embeddings)"
+            )
+        if self.k >= longest:
+            raise ConfigError(f"draft.k is {self.k}; it must be below engine.max_model_len {longest}")
 
     @property
     def has_work(self) -> bool:

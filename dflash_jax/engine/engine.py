@@ -28,6 +28,8 @@ from dflash_jax.settings import parse, read_settings
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages."""
 
+_OF_A_JOB = ("sampling", "input", "output", "report")
+
 
 class Engine(Core):
     """Generates for many requests at once, drafting for each from its own context."""
@@ -40,13 +42,16 @@ class Engine(Core):
         """Loads the models a configuration names and makes an engine of them.
 
         Args:
-          config: a mapping with `target`, optionally `draft`, and `engine`; or a YAML file with these.
+          config: a mapping with `target`, optionally `draft`, and `engine`; or a YAML file with these,
+            which may be a job's.
 
         Raises:
           ConfigError, CheckpointError: it cannot be done; the message says why.
         """
         if isinstance(config, str | Path):
-            setup = parse(EngineSetup, read_settings(config), str(config))
+            # A job's file will do: what it says beyond the engine is for the job.
+            values = {name: value for name, value in read_settings(config).items() if name not in _OF_A_JOB}
+            setup = parse(EngineSetup, values, str(config))
         else:
             setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
         target = load_target(setup.target.path, setup.engine.dtype)
@@ -126,8 +131,13 @@ class Engine(Core):
         Raises:
           RequestError: it is text or messages, and there is no tokenizer or no chat template for it.
         """
-        if not isinstance(prompt, str) and all(isinstance(token, int | np.integer) for token in prompt):
+        kinds = {type(part) for part in prompt} if isinstance(prompt, Sequence) else set()
+        if not isinstance(prompt, str) and kinds and all(issubclass(kind, int | np.integer) for kind in kinds):
             return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
+        if isinstance(prompt, Sequence) and not prompt:
+            return ()
+        if not isinstance(prompt, str) and not (kinds and all(issubclass(kind, Mapping) for kind in kinds)):
+            raise RequestError(f"the prompt is {prompt!r}; it must be text, a list of token ids, or a list of messages")
         if self.tokenizer is None:
             raise RequestError("the prompt is text, but the model has no tokenizer; give token ids instead")
         if isinstance(prompt, str):
@@ -143,15 +153,29 @@ class Engine(Core):
 
         An abandoned iteration aborts its requests.
         """
-        return self._stream([self.add_request(prompt, sampling) for prompt in prompts])
+        return self._stream(self._add_all(prompts, sampling))
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any] | None = None
     ) -> list[Completion]:
         """Generates for all prompts at once; completions in the prompts' order."""
-        ids = [self.add_request(prompt, sampling) for prompt in prompts]
+        ids = self._add_all(prompts, sampling)
         done = {update.id: update.completion for update in self._stream(ids) if update.completion is not None}
         return [done[request_id] for request_id in ids]
+
+    def _add_all(self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any] | None) -> list[str]:
+        """Queues all prompts, or none if one of them cannot be served."""
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or any(isinstance(p, int) for p in prompts):
+            raise RequestError(f"prompts is {prompts!r}; it must be a list of prompts, also if there is only one")
+        ids: list[str] = []
+        try:
+            for prompt in prompts:
+                ids.append(self.add_request(prompt, sampling))
+        except BaseException:
+            for request_id in ids:
+                self.abort(request_id)
+            raise
+        return ids
 
     def _stream(self, ids: Sequence[str]) -> Iterator[Update]:
         unfinished = set(ids)

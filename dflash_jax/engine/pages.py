@@ -45,6 +45,10 @@ class PagePool:
     misses: int = 0
     evictions: int = 0
 
+    def __post_init__(self) -> None:
+        for array in (self.references, self.free):
+            array.setflags(write=False)
+
     @property
     def available(self) -> int:
         """Pages that `allocate` can give."""

@@ -127,7 +127,8 @@ class _Job:
         elif self._engine is not None and self._engine.has_work:
             self._snapshot.take(self._engine)
         comparison = None
-        if config.report.compare_plain and not self._stop and self._sample:
+        compared = self._earlier.get("compare_plain") and not self._requests
+        if config.report.compare_plain and not self._stop and self._sample and not compared:
             self._screen.note("comparing with plain decoding")
             comparison = compare_plain(self._loaded(), self._sample)
         found = self.save("stopped" if self._stop else "finished", comparison)

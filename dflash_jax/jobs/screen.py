@@ -38,6 +38,7 @@ class Screen:
         self._samples = samples
         self._shown: list[tuple[Item, Row]] = []
         self._errors: list[str] = []
+        self._worked = False
         self._recent: deque[tuple[float, int]] = deque()
         self._steps = self._accepted = self._done = self._total = 0
         self._logged = time.monotonic()
@@ -87,6 +88,7 @@ class Screen:
 
     def finished(self, item: Item, row: Row) -> None:
         """A request finished."""
+        self._worked = True
         metrics = row["metrics"]
         self._steps += metrics["drafted_request_steps"]
         self._accepted += metrics["drafts_accepted"]
@@ -98,6 +100,7 @@ class Screen:
 
     def refused(self, row: Row) -> None:
         """An input line could not be run."""
+        self._worked = True
         self._errors.append(row["error"])
         self._advance()
 
@@ -125,7 +128,8 @@ class Screen:
         for item, row in self._shown:
             console.print(f"[bold]{escape(_prompt_text(item))}[/bold]", soft_wrap=True)
             console.print(escape(_answer_text(row)) + "\n", soft_wrap=True)
-        console.print(f"generate: {found['status']}")
+        nothing = found["status"] == "finished" and not self._worked
+        console.print("generate: nothing was left to do" if nothing else f"generate: {found['status']}")
         console.print(summary_table(found))
         for error in self._errors[:_ERRORS_SHOWN]:
             console.print(f"[red]error[/red] {escape(error)}", soft_wrap=True)

@@ -313,4 +313,16 @@ MUTANTS = (
         "tests/engine/test_invariants.py::test_a_page_of_two_writers_is_noticed_before_it_is_written",
         r"DID NOT RAISE|pages_conserved",
     ),
+    Mutant(
+        "let rows behind the batch take part in its step",
+        (
+            (
+                "engine/rows.py",
+                "    return Rows(jnp.where(jnp.arange(size) < count, taken, -1))\n",
+                "    return Rows(taken)\n",
+            ),
+        ),
+        _SITUATIONS + "test_a_prompt_that_ends_in_a_step_takes_no_part_in_its_round",
+        r"violated|assert",
+    ),
 )
