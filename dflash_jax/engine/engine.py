@@ -121,6 +121,19 @@ class Engine(Core):
                 return self._outbox.close(progress, "abort", deliver=False)
         raise RequestError(f"no request {request_id!r} is in flight, so it cannot be aborted")
 
+    def counters(self) -> dict[str, int]:
+        """What happened since the engine was made: pages found and not found in the prefix cache, pages evicted
+        from it, prompt tokens it saved from being run, preemptions, and requests that fell back to plain decoding."""
+        host, pool = self.host, self.host.pool
+        return {
+            "prefix_hits": pool.hits,
+            "prefix_misses": pool.misses,
+            "prefix_evictions": pool.evictions,
+            "prefix_tokens_saved": host.tokens_saved,
+            "preemptions": host.preemptions,
+            "fallbacks": host.fallbacks,
+        }
+
     def slot_of(self, request_id: str) -> int | None:
         """Where on the device a request lives; None while it waits, and once it is done."""
         return next((p.slot for p in self.host.running if p.request.id == request_id), None)

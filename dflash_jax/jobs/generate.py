@@ -145,6 +145,7 @@ class _Job:
                 "output_tokens": self._tokens,
                 "seconds": round(self._seconds, 3),
                 "tokens_per_s": round(self._tokens / self._seconds, 3) if self._seconds else None,
+                "engine": self._loaded().counters(),
                 "device": jax.devices()[0].device_kind,
                 "versions": summary.versions(),
             }

@@ -141,6 +141,9 @@ def test_the_same_prompt_three_times_drafts_the_same_blocks():
     for completion in done.values():
         assert record(completion) == record(alone(PAIR, prompt))
     assert done["after"].metrics.cached_tokens > 0
+    counters, saved = served.counters(), sum(completion.metrics.cached_tokens for completion in done.values())
+    assert counters["prefix_tokens_saved"] == saved == 16 * counters["prefix_hits"]
+    assert counters["prefix_misses"] > 0 and counters["prefix_evictions"] == 0
 
 
 def test_a_hit_survives_the_donor_and_its_poisoned_pages():

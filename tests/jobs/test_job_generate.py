@@ -54,6 +54,7 @@ def test_the_summary_adds_the_rows_up(job):
     steps = sum(row["metrics"]["drafted_request_steps"] for row in rows)
     assert found["mean_acceptance_length"] == pytest.approx(1 + accepted / steps, abs=1e-6)
     (run,) = found["runs"]
+    assert set(run["engine"]) > {"prefix_hits", "prefix_misses", "prefix_evictions", "prefix_tokens_saved"}
     assert (run["requests"], run["output_tokens"]) == (5, 240) and run["tokens_per_s"] > 0
 
 
