@@ -7,17 +7,19 @@ algorithm is arXiv 2602.06036 (DFlash) with DFlash 2's convolution and selector.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.block_attention import Implementation, block_attention
 from dflash_jax.models.cache import Context, KeyValues
-from dflash_jax.models.config import ConvConfig, DraftConfig
+from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig
 from dflash_jax.models.layers import linear, mlp, project_kv, project_q, rms_norm
 from dflash_jax.models.selector import Proposal, propose_argmax, score_candidates, walk
 from dflash_jax.models.target import lm_head
-from dflash_jax.models.weights import ConvWeights, DraftParams, MlpWeights, TargetParams
+from dflash_jax.models.weights import AttentionWeights, ConvWeights, DraftParams, MlpWeights, TargetParams
 
 
 def context_entries(
@@ -87,32 +89,47 @@ def run_block(
     x = x.astype(embedding.dtype)
     positions = context.row_lengths()[:, None] + jnp.arange(1 + drafts)
     q_len = jnp.full((rows,), 1 + drafts, jnp.int32)
+
+    def attend(index, weights, layer, normed):
+        q = project_q(normed, positions, weights, config)
+        k, v = project_kv(normed, positions, weights, config)
+        return block_attention(
+            q,
+            k,
+            v,
+            context.pages.k,
+            context.pages.v,
+            context.block_table,
+            context.idx_mapping,
+            context.lengths,
+            q_len,
+            layer=index,
+            causal=layer.causal,
+            window=layer.window,
+            scale=config.head_dim**-0.5,
+            implementation=implementation,
+        )
+
+    return run_layers(params, config, x, attend)
+
+
+Attend = Callable[[int, AttentionWeights, LayerConfig, Array], Array]
+"""(layer index, attention weights, layer config, normalised block) -> mixed values, before the output projection."""
+
+
+def run_layers(
+    params: DraftParams, config: DraftConfig, x: Float[Array, "rows block hidden"], attend: Attend
+) -> Float[Array, "rows block hidden"]:
+    """The draft's layers and its final norm: one body for serving and training, which differ in `attend`."""
     for index, (weights, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
 
-        def attend(normed, index=index, weights=weights, layer=layer):
-            q = project_q(normed, positions, weights.attention, config)
-            k, v = project_kv(normed, positions, weights.attention, config)
-            mixed = block_attention(
-                q,
-                k,
-                v,
-                context.pages.k,
-                context.pages.v,
-                context.block_table,
-                context.idx_mapping,
-                context.lengths,
-                q_len,
-                layer=index,
-                causal=layer.causal,
-                window=layer.window,
-                scale=config.head_dim**-0.5,
-                implementation=implementation,
-            )
-            return linear(mixed.reshape(*mixed.shape[:2], -1), weights.attention.o_proj)
+        def attention(normed, index=index, weights=weights, layer=layer):
+            mixed = attend(index, weights.attention, layer, normed)
+            return linear(mixed.reshape(*normed.shape[:2], -1), weights.attention.o_proj)
 
         with jax.named_scope("draft_attention"):
             normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
-            x = x + _convolved(attend, normed, weights.attention_conv, config)
+            x = x + _convolved(attention, normed, weights.attention_conv, config)
         with jax.named_scope("draft_mlp"):
             assert isinstance(weights.mlp, MlpWeights)
             dense = weights.mlp

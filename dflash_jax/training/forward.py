@@ -6,14 +6,13 @@ and itself. The parts are those of `dflash_jax.models.draft`; only the attention
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.config import DraftConfig
-from dflash_jax.models.draft import context_entries, conv_deltas, convolve
-from dflash_jax.models.layers import linear, mlp, project_kv, project_q, rms_norm
-from dflash_jax.models.weights import ConvWeights, DraftParams, MlpWeights
+from dflash_jax.models.draft import context_entries, run_layers
+from dflash_jax.models.layers import project_kv, project_q
+from dflash_jax.models.weights import DraftParams
 from dflash_jax.training.attention import anchored_attention
 
 
@@ -47,39 +46,18 @@ def block_hidden(
     def split(x):
         return x.reshape(sequences, count, *x.shape[1:])
 
-    for index, (weights, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
+    def attend(index, weights, layer, normed):
+        k, v = project_kv(normed, positions, weights, config)
+        return anchored_attention(
+            split(project_q(normed, positions, weights, config)),
+            split(k),
+            split(v),
+            context.k[index],
+            context.v[index],
+            anchors,
+            causal=layer.causal,
+            window=layer.window,
+            scale=config.head_dim**-0.5,
+        )
 
-        def attend(normed, index=index, weights=weights, layer=layer):
-            k, v = project_kv(normed, positions, weights.attention, config)
-            mixed = anchored_attention(
-                split(project_q(normed, positions, weights.attention, config)),
-                split(k),
-                split(v),
-                context.k[index],
-                context.v[index],
-                anchors,
-                causal=layer.causal,
-                window=layer.window,
-                scale=config.head_dim**-0.5,
-            )
-            return linear(mixed.reshape(*normed.shape[:2], -1), weights.attention.o_proj)
-
-        with jax.named_scope("draft_attention"):
-            normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
-            x = x + _convolved(attend, normed, weights.attention_conv, config)
-        with jax.named_scope("draft_mlp"):
-            assert isinstance(weights.mlp, MlpWeights)
-            dense = weights.mlp
-            normed = rms_norm(x, weights.post_attention_norm, config.rms_norm_eps)
-            x = x + _convolved(lambda h, dense=dense: mlp(h, dense), normed, weights.mlp_conv, config)
-    return split(rms_norm(x, params.norm, config.rms_norm_eps))
-
-
-def _convolved(sublayer, normed, weights: ConvWeights | None, config: DraftConfig):
-    """A sublayer between its two convolutions, or bare when the model has none."""
-    if weights is None or config.conv is None:
-        return sublayer(normed)
-    deltas = conv_deltas(normed, weights, config.conv)
-    size = config.conv.group_size
-    inner = sublayer(convolve(normed, weights.base_kernel[0], deltas[:, :, 0], size))
-    return convolve(inner, weights.base_kernel[1], deltas[:, :, 1], size)
+    return split(run_layers(params, config, x, attend))

@@ -132,8 +132,8 @@ MUTANTS = (
         (
             (
                 "models/draft.py",
-                "                window=layer.window,\n",
-                "                window=layer.window if layer.causal else None,\n",
+                "            window=layer.window,\n",
+                "            window=layer.window if layer.causal else None,\n",
             ),
         ),
         _SITUATIONS + "test_a_sliding_draft_sees_only_its_window",
@@ -144,8 +144,8 @@ MUTANTS = (
         (
             (
                 "models/draft.py",
-                "                window=layer.window,\n",
-                "                window=layer.window and layer.window + 1,\n",
+                "            window=layer.window,\n",
+                "            window=layer.window and layer.window + 1,\n",
             ),
         ),
         _MODELS + "test_draft_hidden_states_are_the_references[recall-dflash2-swa]",
