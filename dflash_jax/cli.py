@@ -127,14 +127,13 @@ def data_generate(
     set_: _Set = None,
 ) -> None:
     """Let the target write conversations. Run again, it writes only what is missing."""
-    from dflash_jax.engine import Engine
     from dflash_jax.jobs.compile_cache import enable_compile_cache
     from dflash_jax.settings import parse, read_settings
-    from dflash_jax.training.corpus import CorpusConfig, generate_corpus
+    from dflash_jax.training.corpus import CorpusConfig, generate_corpus, writing_engine
 
     corpus = parse(CorpusConfig, read_settings(config, set_ or ()), config)
     enable_compile_cache()
-    engine = Engine.from_config({"target": corpus.target.model_dump(), "engine": corpus.engine.model_dump()})
+    engine = writing_engine(corpus)
     from rich.progress import track
 
     tokens = 0
@@ -153,6 +152,26 @@ def data_pack(
 
     conversations, tokens = pack_corpus(corpus, directory)
     print(f"{conversations} conversations, {tokens} tokens, in {directory}")
+
+
+@data.command("features")
+def data_features(
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The training run.")],
+    set_: _Set = None,
+) -> None:
+    """Compute the target's features of a run's data ahead of it; what is there already stays."""
+    from rich.progress import Progress
+
+    from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.settings import parse, read_settings
+    from dflash_jax.training import TrainConfig
+    from dflash_jax.training.setup import build_features
+
+    run = parse(TrainConfig, read_settings(config, set_ or ()), config)
+    enable_compile_cache()
+    with Progress() as progress:
+        task = progress.add_task("features", total=None)
+        build_features(run, lambda done, total: progress.update(task, completed=done, total=total))
 
 
 @app.command()

@@ -98,8 +98,9 @@ def extend(
 
 
 def lm_head(params: TargetParams, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-    """Logits in float32."""
+    """Logits in float32, from factors of the head's dtype."""
     with jax.named_scope("lm_head"):
+        hidden = hidden.astype((params.embedding if params.lm_head is None else params.lm_head).dtype)
         if params.lm_head is None:
             return jnp.einsum("...h,vh->...v", hidden, params.embedding, preferred_element_type=jnp.float32)
         return jnp.einsum("...h,hv->...v", hidden, params.lm_head, preferred_element_type=jnp.float32)

@@ -106,9 +106,10 @@ class LossSection(Section):
 
 
 class OptimiserSection(Section):
-    """AdamW and how much data it sees.
+    """How weights move, and on how much data.
 
     Attributes:
+      kind: "adamw", or "muon" (arXiv 2502.16982) for matrices with AdamW for everything else.
       steps: optimiser steps of the whole run.
       sequences: sequences of a step, over all its parts.
       accumulate: parts that a step is computed in.
@@ -122,6 +123,7 @@ class OptimiserSection(Section):
       beta1, beta2: AdamW's.
     """
 
+    kind: Literal["adamw", "muon"] = "adamw"
     steps: Positive
     sequences: Positive = 4
     accumulate: Positive = 1

@@ -18,10 +18,13 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
-from dflash_jax.engine import Engine, EngineConfig
+from dflash_jax.checkpoints import load_target
+from dflash_jax.engine import Engine, EngineConfig, Models
 from dflash_jax.engine.config import TargetSource
 from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.settings import Section
+from dflash_jax.training.config import Dtype
+from dflash_jax.training.precision import rounded
 from dflash_jax.training.records import TokenSequence, append_shards, shard_paths
 
 
@@ -31,6 +34,7 @@ class CorpusConfig(Section):
     Attributes:
       target: who writes.
       engine: how it runs.
+      dtype: of the factors of its matrix products.
       output: JSONL file to append conversations to.
       conversations: how many to have in the end.
       starters: text file with one beginning of a user message per line; an empty line starts from nothing.
@@ -43,6 +47,7 @@ class CorpusConfig(Section):
 
     target: TargetSource
     engine: EngineConfig = EngineConfig(max_slots=32, max_model_len=384, prefill_chunk=256, rounds_per_step=4)
+    dtype: Dtype = "float32"
     output: str
     conversations: int = Field(ge=1)
     starters: str | None = None
@@ -77,6 +82,17 @@ def read_conversations(path: str | Path) -> Iterator[Conversation]:
             if line.endswith("\n"):
                 fields = json.loads(line)
                 yield Conversation(**{**fields, "tokens": tuple(fields["tokens"])})
+
+
+def writing_engine(config: CorpusConfig) -> Engine:
+    """The engine that writes a corpus.
+
+    Raises:
+      ConfigError, CheckpointError: the target cannot be loaded.
+    """
+    target = load_target(config.target.path, config.engine.dtype)
+    models = Models(rounded(target.params, config.dtype), target.config)
+    return Engine(models, config.engine, tokenizer=target.tokenizer)
 
 
 def generate_corpus(engine: Engine, config: CorpusConfig) -> Iterator[Conversation]:

@@ -15,6 +15,8 @@ from dflash_jax.models.cache import Context, KeyValues
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.models.target import Extension, extend
 from dflash_jax.models.weights import TargetParams
+from dflash_jax.training.config import Dtype
+from dflash_jax.training.precision import rounded
 
 _BUCKET = 128
 
@@ -51,10 +53,11 @@ class FeatureExtractor:
 
     Args:
       params, config: the target.
+      dtype: of the factors of its matrix products.
     """
 
-    def __init__(self, params: TargetParams, config: TargetConfig):
-        self._params, self._config = params, config
+    def __init__(self, params: TargetParams, config: TargetConfig, dtype: Dtype = "float32"):
+        self._params, self._config = rounded(params, dtype), config
 
     def __call__(
         self, tokens: Int[np.ndarray, " tokens"], layers: tuple[int, ...]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, PyTree
 
+from dflash_jax.models.weights import TargetParams
 from dflash_jax.training.config import Dtype
 
 _PADDING = 32
@@ -14,7 +15,7 @@ _PADDING = 32
 
 @struct.dataclass
 class MixedMatrix:
-    """A float32 matrix that `x @ matrix` multiplies by in mixed precision, in whichever model it stands."""
+    """A matrix that `x @ matrix` multiplies by in mixed precision, in whichever model it stands."""
 
     value: Float[Array, "inputs outputs"]
 
@@ -36,6 +37,22 @@ def in_precision(params: PyTree, dtype: Dtype) -> PyTree:
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: MixedMatrix(leaf) if is_matrix(path, leaf) else leaf, params
     )
+
+
+def rounded(target: TargetParams, dtype: Dtype) -> TargetParams:
+    """A target that only runs forward, computing in the given precision.
+
+    The matrices of its layers and its LM head are kept in bfloat16; everything between products stays float32.
+    """
+    if dtype == "float32":
+        return target
+    layers = jax.tree.map(
+        lambda x: MixedMatrix(x.value.astype(jnp.bfloat16)) if isinstance(x, MixedMatrix) else x,
+        in_precision(target.layers, dtype),
+        is_leaf=lambda x: isinstance(x, MixedMatrix),
+    )
+    head = target.embedding.T if target.lm_head is None else target.lm_head
+    return target.replace(layers=layers, lm_head=head.astype(jnp.bfloat16))
 
 
 @jax.custom_vjp

@@ -135,7 +135,7 @@ def check_mask_token(mask: int, target: TargetConfig, dataset: Dataset) -> None:
 def _open_features(
     config: TrainConfig, target: LoadedTarget, draft: DraftConfig, dataset: Dataset, target_fingerprint: str
 ) -> Features:
-    extractor = FeatureExtractor(target.params, target.config)
+    extractor = FeatureExtractor(target.params, target.config, config.dtype)
     if config.data.features is None:
         return Features(dataset, extractor, draft.target_layer_ids)
     return CachedFeatures(

@@ -48,7 +48,7 @@ def block_attention(
     grouped = grouped.transpose(0, 2, 1, 3, 4).reshape(rows, kv_heads, queries * group, head_dim)
 
     def masked_scores(keys, key_positions, exists):
-        scores = jnp.einsum("rkqd,rksd->rkqs", grouped, keys.astype(jnp.float32))
+        scores = jnp.einsum("rkqd,rskd->rkqs", grouped, keys.astype(jnp.float32))
         distance = positions[:, :, None] - key_positions[:, None, :]
         seen = jnp.broadcast_to(exists[:, None, :], distance.shape)
         if causal:
@@ -58,17 +58,17 @@ def block_attention(
         seen = jnp.repeat(seen, group, axis=1)[:, None]
         return jnp.where(seen, scores, _MASKED)
 
-    def heads_first(x):
-        return x.transpose(0, 2, 1, 3)
+    def weighted_sum(weights, values, exists):
+        # Weight 0 is no protection: what does not exist may be NaN.
+        values = jnp.where(exists[..., None, None], values, 0).astype(jnp.float32)
+        return jnp.einsum("rkqs,rskd->rkqd", weights, values)
 
     fresh = offsets < q_len[:, None]
-    scores = masked_scores(heads_first(k_block), positions, fresh)
+    scores = masked_scores(k_block, positions, fresh)
     top = scores.max(-1)
     weights = jnp.exp(scores - top[..., None])
     total = weights.sum(-1)
-    mixed = jnp.einsum(
-        "rkqs,rksd->rkqd", weights, heads_first(jnp.where(fresh[..., None, None], v_block, 0)).astype(jnp.float32)
-    )
+    mixed = weighted_sum(weights, v_block, fresh)
 
     flat_k = k_pages.reshape(num_layers * num_pages, page_size, kv_heads, head_dim)
     flat_v = v_pages.reshape(num_layers * num_pages, page_size, kv_heads, head_dim)
@@ -81,16 +81,14 @@ def block_attention(
         pages = layer * num_pages + jnp.clip(pages, 0, num_pages - 1)
         key_positions = jnp.broadcast_to(index * chunk + jnp.arange(chunk), (rows, chunk))
         exists = key_positions < context[:, None]
-        keep = exists[:, None, :, None]
-        keys = heads_first(flat_k[pages].reshape(rows, chunk, kv_heads, head_dim))
-        values = heads_first(flat_v[pages].reshape(rows, chunk, kv_heads, head_dim))
-        scores = masked_scores(jnp.where(keep, keys, 0), key_positions, exists)
+        keys = flat_k[pages].reshape(rows, chunk, kv_heads, head_dim)
+        values = flat_v[pages].reshape(rows, chunk, kv_heads, head_dim)
+        scores = masked_scores(keys, key_positions, exists)
         new_top = jnp.maximum(top, scores.max(-1))
         shrink = jnp.exp(top - new_top)
         weights = jnp.exp(scores - new_top[..., None])
         total = total * shrink + weights.sum(-1)
-        values = jnp.where(keep, values, 0).astype(jnp.float32)
-        mixed = mixed * shrink[..., None] + jnp.einsum("rkqs,rksd->rkqd", weights, values)
+        mixed = mixed * shrink[..., None] + weighted_sum(weights, values, exists)
         return new_top, total, mixed
 
     last = -(-jnp.max(context) // chunk)

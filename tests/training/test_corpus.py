@@ -1,0 +1,120 @@
+"""Text that the target writes itself: what a conversation is, and that nothing of a corpus is lost or written twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, EngineConfig
+from dflash_jax.checkpoints import Tokenizer
+from dflash_jax.engine import Models
+from dflash_jax.errors import ConfigError
+from dflash_jax.training.corpus import CorpusConfig, generate_corpus, pack_corpus, read_conversations
+from dflash_jax.training.precision import rounded
+from dflash_jax.training.records import SequenceSource
+from tests.checkpoints.conftest import QWEN3, random_params
+from tests.checkpoints.test_tokenizer import byte_level
+
+STOP = 257
+CONFIG = dataclasses.replace(QWEN3, vocab_size=260, eos_token_ids=(STOP,))
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """A target that has learnt nothing, and ends what it writes once in a while."""
+    sizes = EngineConfig(max_slots=4, max_model_len=256, prefill_chunk=64, rounds_per_step=8)
+    return Engine(Models(random_params(CONFIG), CONFIG), sizes, tokenizer=Tokenizer(byte_level(TEMPLATE)))
+
+
+def corpus(path, **changes):
+    fields = {"target": {"path": "unused"}, "output": str(path), "conversations": 8, "seed": 3}
+    # Hot enough that one token in 260 ends a message.
+    fields |= {"question_temperature": 50.0, "question_min_p": 0.0, "question_tokens": 160}
+    fields |= {"answer_tokens": 24, "answer_temperatures": (0.0, 0.7)}
+    return CorpusConfig(**(fields | changes))
+
+
+def test_a_conversation_is_a_message_of_the_targets_and_its_answer(engine, tmp_path):
+    (tmp_path / "starters.txt").write_text("Why\n")
+    config = corpus(tmp_path / "corpus.jsonl", starters=str(tmp_path / "starters.txt"))
+    written = list(generate_corpus(engine, config))
+    assert written
+    for conversation in written:
+        prompt = engine.tokenize([{"role": "user", "content": conversation.question}])
+        assert conversation.question.startswith("Why")
+        assert conversation.tokens[: conversation.prompt_len] == prompt
+        assert conversation.temperature == (0.0, 0.7)[conversation.index % 2]
+    greedy = next(c for c in written if c.temperature == 0.0)
+    [answer] = engine.generate([list(greedy.tokens[: greedy.prompt_len])], {"max_tokens": 24})
+    assert answer.token_ids == greedy.tokens[greedy.prompt_len :]
+    assert sorted(read_conversations(config.output), key=lambda c: c.index) == sorted(written, key=lambda c: c.index)
+
+
+def test_an_interrupted_corpus_goes_on_to_the_same_text(engine, tmp_path):
+    whole = {c.index: c for c in generate_corpus(engine, corpus(tmp_path / "whole.jsonl"))}
+    config = corpus(tmp_path / "broken.jsonl")
+    interrupted = generate_corpus(engine, config)
+    first = next(interrupted)
+    interrupted.close()
+    for progress in (*engine.host.waiting, *engine.host.running):
+        engine.abort(progress.request.id)
+    with open(config.output, "a") as file:
+        file.write('{"index": 99, "tok')
+    rest = list(generate_corpus(engine, config))
+    found = list(read_conversations(config.output))
+    assert [c.index for c in found] == [first.index, *(c.index for c in rest)]
+    assert {c.index: c for c in found} == whole
+
+
+def test_prompts_of_a_file_are_answered_in_turn(engine, tmp_path):
+    lines = [{"prompt": "one"}, {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "two"}]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = corpus(tmp_path / "corpus.jsonl", prompts=str(tmp_path / "prompts.jsonl"), conversations=4)
+    found = {c.index: c for c in generate_corpus(engine, config)}
+    assert sorted(found) == [0, 1, 2, 3]
+    assert found[0].tokens[: found[0].prompt_len] == engine.tokenize([{"role": "user", "content": "one"}])
+    assert found[3].tokens[: found[3].prompt_len] == engine.tokenize(lines[1]["messages"])
+
+
+def test_a_packed_corpus_has_every_conversation_once(engine, tmp_path):
+    config = corpus(tmp_path / "corpus.jsonl", conversations=4)
+    written = list(generate_corpus(engine, config))
+    with open(config.output, "a") as file:
+        file.write(dataclasses.replace(written[0], index=50).to_json() + "\n")
+    assert pack_corpus(config.output, tmp_path / "shards", per_shard=2)[0] == len(written)
+    packed = SequenceSource(tmp_path / "shards")
+    assert {tuple(packed[i].tokens.tolist()) for i in range(len(packed))} == {c.tokens for c in written}
+    with pytest.raises(ConfigError, match="holds shards already"):
+        pack_corpus(config.output, tmp_path / "shards")
+
+
+def test_a_target_that_cannot_chat_is_refused(engine, tmp_path):
+    mute = Engine(engine.models, engine.config, tokenizer=Tokenizer(byte_level(None)))
+    with pytest.raises(ConfigError, match="no chat template"):
+        next(generate_corpus(mute, corpus(tmp_path / "corpus.jsonl")))
+
+
+def test_a_rounded_target_says_nearly_the_same():
+    params = random_params(CONFIG)
+    assert rounded(params, "float32") is params
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 12)))
+    from dflash_jax.models.target import lm_head
+    from dflash_jax.training.features import run_sequences
+
+    def logits(params):
+        return np.asarray(lm_head(params, run_sequences(params, CONFIG, tokens).hidden))
+
+    # Random weights amplify what rounding does; logits have a deviation of about 6.
+    exact, near = logits(params), logits(rounded(params, "bfloat16"))
+    assert 0 < np.abs(exact - near).mean() < 0.1 * np.abs(exact).mean()
+    assert all(
+        leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(rounded(params, "bfloat16").layers) if leaf.ndim == 2
+    )
