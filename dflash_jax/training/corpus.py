@@ -9,6 +9,7 @@ and i, so an interrupted run continues where it stopped and gives the same text.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -76,8 +77,9 @@ class Conversation:
 
 
 def read_conversations(path: str | Path) -> Iterator[Conversation]:
-    """Conversations of a corpus file; a torn last line is left out."""
-    with open(path, encoding="utf-8") as file:
+    """Conversations of a corpus file, which may be gzipped; a torn last line is left out."""
+    opened = gzip.open if Path(path).suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
                 fields = json.loads(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 
 import jax
@@ -92,6 +93,8 @@ def test_a_packed_corpus_has_every_conversation_once(engine, tmp_path):
     assert pack_corpus(config.output, tmp_path / "shards", per_shard=2)[0] == len(written)
     packed = SequenceSource(tmp_path / "shards")
     assert {tuple(packed[i].tokens.tolist()) for i in range(len(packed))} == {c.tokens for c in written}
+    (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress((tmp_path / "corpus.jsonl").read_bytes()))
+    assert list(read_conversations(tmp_path / "corpus.jsonl.gz")) == list(read_conversations(config.output))
     with pytest.raises(ConfigError, match="holds shards already"):
         pack_corpus(config.output, tmp_path / "shards")
 
