@@ -6,11 +6,11 @@ import jax
 import optax
 
 from dflash_jax.models.weights import DraftParams, TargetParams
-from dflash_jax.training.config import OptimiserSection
+from dflash_jax.training.config import AdamSection
 from dflash_jax.training.precision import is_matrix
 
 
-def learning_rates(section: OptimiserSection) -> optax.Schedule:
+def learning_rates(section: AdamSection) -> optax.Schedule:
     """The learning rate of each step: a linear warm-up, then what the section says."""
     peak, steps = section.learning_rate, section.steps
     warmup = round(section.warmup * steps)
@@ -27,7 +27,7 @@ def learning_rates(section: OptimiserSection) -> optax.Schedule:
     return optax.join_schedules([rising, after], [warmup])
 
 
-def make_optimiser(section: OptimiserSection) -> optax.GradientTransformation:
+def make_optimiser(section: AdamSection) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW."""
     return optax.chain(
         optax.clip_by_global_norm(section.clip),
