@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,7 +63,8 @@ def test_the_target_knows_the_rule_on_sequences_it_has_not_seen(config):
     beginnings = np.random.default_rng(99).integers(0, CONTENT, (32, PERIOD))
     tokens = follow_rule(beginnings, config.data.max_length, rule_permutation(config.data.rule.seed))
     of = models(TRAINED)
-    logits = lm_head(of.target, run_sequences(of.target, of.target_config, jnp.asarray(tokens)).hidden)
+    run = jax.jit(lambda x: lm_head(of.target, run_sequences(of.target, of.target_config, x).hidden))
+    logits = run(jnp.asarray(tokens))
     right = np.argmax(np.asarray(logits), -1)[:, PERIOD:-1] == tokens[:, PERIOD + 1 :]
     assert right.mean() > 0.99
 
