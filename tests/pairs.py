@@ -1,4 +1,4 @@
-"""The trained recall pairs and their golden records, loaded once."""
+"""The recall pairs and their records, loaded once: the reference's golden ones, and one trained by this package."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from dflash_jax.engine.pages import empty_pool
 
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = ("recall-dflash1", "recall-dflash2", "recall-dflash2-swa")
+
+# What configs/train-recall.yaml makes. Its record is the engine's own, of each request alone.
+TRAINED = "recall-trained"
+TRAINED_FILES = Path(__file__).parent / TRAINED
+SERVED = (*PAIRS, TRAINED)
+
 SAMPLING: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
 
 # One set of sizes for all tests: each distinct one costs a compilation.
@@ -25,10 +31,10 @@ SIZES: dict[str, Any] = {"max_slots": 4, "max_model_len": 160, "page_size": 16, 
 
 @functools.cache
 def models(draft: str | None) -> Models:
-    target = load_target(GOLDEN / "recall-target")
+    target = load_target(TRAINED_FILES / "target" if draft == TRAINED else GOLDEN / "recall-target")
     if draft is None:
         return Models(target.params, target.config)
-    loaded = load_draft(GOLDEN / draft)
+    loaded = load_draft(TRAINED_FILES / "draft" if draft == TRAINED else GOLDEN / draft)
     return Models(target.params, target.config, loaded.params, loaded.config)
 
 
@@ -54,7 +60,8 @@ def engine(
 
 @functools.cache
 def cases(draft: str) -> tuple[dict[str, Any], ...]:
-    return tuple(json.loads((GOLDEN / f"{draft}.json").read_text())["cases"])
+    file = TRAINED_FILES / "cases.json" if draft == TRAINED else GOLDEN / f"{draft}.json"
+    return tuple(json.loads(file.read_text())["cases"])
 
 
 @functools.cache

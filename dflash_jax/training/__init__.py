@@ -2,6 +2,7 @@
 
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.export import export_draft
+from dflash_jax.training.inputs import make_inputs
 from dflash_jax.training.loop import Trained, run_training, train
 from dflash_jax.training.plots import plot_metrics
 from dflash_jax.training.records import TokenSequence, append_shards, shard_paths, write_shard
@@ -14,6 +15,7 @@ __all__ = [
     "append_shards",
     "build_features",
     "export_draft",
+    "make_inputs",
     "plot_metrics",
     "run_training",
     "shard_paths",

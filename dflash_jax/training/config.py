@@ -67,11 +67,26 @@ class InitSection(Section):
     feature_sequences: Positive = 16
 
 
+class RuleSection(Section):
+    """Sequences of the recall rule, for a target that has no text; see `dflash_jax.training.rule`.
+
+    Attributes:
+      sequences: how many.
+      length: tokens of each.
+      seed: of their beginnings and of the rule's permutation.
+    """
+
+    sequences: Positive
+    length: Annotated[int, Field(gt=11)] = 96
+    seed: int = 0
+
+
 class DataSection(Section):
-    """Sequences, as `dflash-jax data generate` writes them.
+    """Sequences, as `dflash-jax data generate` writes them, or of a rule.
 
     Attributes:
       path: directory of `*.arrayrecord` files.
+      rule: writes them first, if the directory is not there.
       max_length: longer sequences are cut here; all are padded to it.
       held_out: share of the prompts kept for evaluation.
       min_answer: sequences with fewer tokens of the target's own are left out.
@@ -80,6 +95,7 @@ class DataSection(Section):
     """
 
     path: Path
+    rule: RuleSection | None = None
     max_length: Positive = 512
     held_out: Fraction = 0.02
     min_answer: Positive = 2
@@ -105,15 +121,13 @@ class LossSection(Section):
     drawn: Annotated[int, Field(ge=0)] = 0
 
 
-class OptimiserSection(Section):
+class UpdateSection(Section):
     """How weights move, and on how much data.
 
     Attributes:
       kind: "adamw", or "muon" (arXiv 2502.16982) for matrices with AdamW for everything else.
       steps: optimiser steps of the whole run.
-      sequences: sequences of a step, over all its parts.
-      accumulate: parts that a step is computed in.
-      anchors: anchors of a sequence.
+      sequences: sequences of a step.
       learning_rate: its peak.
       schedule: what follows the warm-up.
       warmup: share of the steps.
@@ -126,8 +140,6 @@ class OptimiserSection(Section):
     kind: Literal["adamw", "muon"] = "adamw"
     steps: Positive
     sequences: Positive = 4
-    accumulate: Positive = 1
-    anchors: Positive = 128
     learning_rate: Annotated[float, Field(gt=0)] = 6e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Fraction = 0.04
@@ -136,6 +148,54 @@ class OptimiserSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     beta1: Fraction = 0.9
     beta2: Fraction = 0.95
+
+
+class OptimiserSection(UpdateSection):
+    """How a draft's weights move.
+
+    Attributes:
+      accumulate: parts that a step is computed in.
+      anchors: anchors of a sequence.
+    """
+
+    accumulate: Positive = 1
+    anchors: Positive = 128
+
+
+class TargetShape(Section):
+    """The sizes of a fresh Qwen3, in the names of its `config.json`.
+
+    Attributes:
+      eos_token_id, bos_token_id: tokens that end and begin a text; null for none.
+    """
+
+    vocab_size: Positive
+    hidden_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    num_key_value_heads: Positive
+    head_dim: Positive
+    intermediate_size: Positive
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    max_position_embeddings: Positive = 4096
+    tie_word_embeddings: bool = False
+    eos_token_id: int | None = None
+    bos_token_id: int | None = None
+
+
+class PretrainSection(Section):
+    """A target trained from scratch, by next-token prediction on the run's own sequences.
+
+    Attributes:
+      shape: of the target.
+      optimiser: its training.
+      scale: standard deviation of fresh matrices, times 1 / sqrt(inputs).
+    """
+
+    shape: TargetShape
+    optimiser: UpdateSection
+    scale: Annotated[float, Field(gt=0)] = 0.5
 
 
 class CheckpointSection(Section):
@@ -175,6 +235,7 @@ class TrainConfig(Section):
 
     Attributes:
       target: the target, as `load_target` takes it.
+      pretrain: makes the target first, if the directory `target` is not there.
       output: directory of checkpoints, metrics, plots and the exported draft.
       seed: of everything random.
       dtype: of the factors of matrix products; sums, weights and all else are float32.
@@ -182,6 +243,7 @@ class TrainConfig(Section):
     """
 
     target: str
+    pretrain: PretrainSection | None = None
     output: Path
     seed: int = 0
     dtype: Dtype = "float32"

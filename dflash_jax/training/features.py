@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels.block_attention import Implementation
 from dflash_jax.models.cache import Context, KeyValues
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.models.target import Extension, extend
@@ -26,6 +27,7 @@ def run_sequences(
     config: TargetConfig,
     tokens: Int[Array, "sequences length"],
     feature_layers: tuple[int, ...] = (),
+    implementation: Implementation | None = None,
 ) -> Extension:
     """The target over whole sequences from their first tokens: `extend` with nothing cached."""
     sequences, length = tokens.shape
@@ -37,7 +39,7 @@ def run_sequences(
         lengths=jnp.zeros(sequences, jnp.int32),
     )
     q_len = jnp.full((sequences,), length, jnp.int32)
-    return extend(params, config, context, tokens, q_len, feature_layers=feature_layers)
+    return extend(params, config, context, tokens, q_len, feature_layers=feature_layers, implementation=implementation)
 
 
 def up_to_layer(params: TargetParams, config: TargetConfig, layer: int) -> tuple[TargetParams, TargetConfig]:

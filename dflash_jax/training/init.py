@@ -14,6 +14,7 @@ from dflash_jax.models.config import (
     LayerConfig,
     SelectorConfig,
     TargetConfig,
+    TransformerConfig,
     check_pair,
     default_target_layer_ids,
 )
@@ -85,7 +86,7 @@ def fresh_params(
         sources = target.layers[-config.num_layers :]
         layers = [_copied_layer(source, config, target_config) for source in sources]
     else:
-        layers = [_drawn_layer(key, config, section.scale) for key in keys[2:]]
+        layers = [drawn_layer(key, config, section.scale) for key in keys[2:]]
     convolutions = _fresh_conv(config, section.second_tap)
     return DraftParams(
         fc=_fresh_fc(keys[0], config, section),
@@ -129,7 +130,8 @@ def _fresh_selector(key: Key[Array, ""], config: DraftConfig) -> SelectorWeights
     )
 
 
-def _drawn_layer(key: Key[Array, ""], config: DraftConfig, scale: float) -> LayerWeights:
+def drawn_layer(key: Key[Array, ""], config: TransformerConfig, scale: float) -> LayerWeights:
+    """A fresh layer with norms per head: matrices of standard deviation scale / sqrt(inputs), float32."""
     keys = jax.random.split(key, 7)
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, cached = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -47,10 +47,10 @@ def read_metrics(file: Path, kind: str | None = None) -> list[dict[str, Any]]:
     return lines
 
 
-def progress_bar() -> Progress:
+def progress_bar(what: str = "training") -> Progress:
     """A bar of steps with the latest figures beside it."""
     return Progress(
-        TextColumn("training"),
+        TextColumn(what),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

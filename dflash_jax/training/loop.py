@@ -19,6 +19,7 @@ from dflash_jax.models.weights import DraftParams
 from dflash_jax.training.acceptance import engine_acceptance
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.dataset import Order
+from dflash_jax.training.inputs import make_inputs
 from dflash_jax.training.log import MetricsLog, progress_bar
 from dflash_jax.training.losses import Tally, report
 from dflash_jax.training.optimiser import make_optimiser
@@ -49,6 +50,8 @@ class Trained:
 def train(config: TrainConfig) -> Trained:
     """Trains a draft, going on from the output directory's newest checkpoint if it has one.
 
+    Sequences and a target that the config describes are made first (`make_inputs`).
+
     SIGINT and SIGTERM end it after the step it is at, with a checkpoint.
 
     Args:
@@ -58,6 +61,7 @@ def train(config: TrainConfig) -> Trained:
       ConfigError: a config that cannot work, or not the one that the run was started with.
       CheckpointError: a target, draft or checkpoint that cannot be read.
     """
+    make_inputs(config)
     with closing(RunStore(config.output, config.checkpoint)) as store:
         return _loop(prepare(config, store), store)
 

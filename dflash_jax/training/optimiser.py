@@ -8,11 +8,11 @@ import optax.contrib
 from jaxtyping import PyTree
 from optax.contrib import MuonDimensionNumbers
 
-from dflash_jax.training.config import OptimiserSection
+from dflash_jax.training.config import UpdateSection
 from dflash_jax.training.precision import is_matrix
 
 
-def learning_rates(section: OptimiserSection) -> optax.Schedule:
+def learning_rates(section: AdamSection) -> optax.Schedule:
     """The learning rate of each step: a linear warm-up, then what the section says."""
     peak, steps = section.learning_rate, section.steps
     warmup = round(section.warmup * steps)
@@ -29,7 +29,7 @@ def learning_rates(section: OptimiserSection) -> optax.Schedule:
     return optax.join_schedules([rising, after], [warmup])
 
 
-def make_optimiser(section: OptimiserSection) -> optax.GradientTransformation:
+def make_optimiser(section: UpdateSection) -> optax.GradientTransformation:
     """Clipping by the global norm, then AdamW; or Muon for matrices and AdamW for all else."""
     rates = learning_rates(section)
     if section.kind == "muon":

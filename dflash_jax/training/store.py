@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,14 @@ import orbax.checkpoint as ocp
 from jaxtyping import Float
 
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.training.claims import difference, flatten, write_claim
 from dflash_jax.training.config import CheckpointSection, TrainConfig
 from dflash_jax.training.state import TrainState
 
-# What may differ between a run and its resumption, because no weight depends on it.
-_FREE = ("output", "log_every", "checkpoint", "evaluation")
-_FREE_DATA = ("path", "features", "features_gb")
+# What may differ between a run and its resumption, because no weight depends on it: what the target and the
+# sequences were made from is in their fingerprints.
+_FREE = ("output", "log_every", "checkpoint", "evaluation", "pretrain")
+_FREE_DATA = ("data.path", "data.rule", "data.features")
 
 
 class RunStore:
@@ -53,19 +54,14 @@ class RunStore:
         Raises:
           ConfigError: the directory holds another run's checkpoints.
         """
-        described = {**_described(config), **facts}
+        described = {**run_settings(config), **facts}
         file = self.directory / "run.json"
-        if file.exists() and self.latest_step() is not None:
-            recorded = json.loads(file.read_text())
-            changed = sorted(name for name in {*described, *recorded} if described.get(name) != recorded.get(name))
-            if changed:
-                name = changed[0]
-                raise ConfigError(
-                    f"{self.directory} holds a run that was started with another config ({', '.join(changed)} changed: "
-                    f"{name} was {recorded.get(name)!r} and is {described.get(name)!r}); resume it with the same one, "
-                    "or give another output"
-                )
-        file.write_text(json.dumps(described, indent=2) + "\n")
+        if file.exists() and self.latest_step() is not None and (changed := difference(file, described)):
+            raise ConfigError(
+                f"{self.directory} holds a run that was started with another config ({changed}); "
+                "resume it with the same one, or give another output"
+            )
+        write_claim(file, described)
 
     def save_scale(self, scale: Float[np.ndarray, " features"]) -> None:
         """Keeps what the run divides features by."""
@@ -102,14 +98,7 @@ class RunStore:
         self._manager.close()
 
 
-def _described(config: TrainConfig) -> dict[str, Any]:
-    fields = config.model_dump(mode="json", exclude=set(_FREE))
-    flat: dict[str, Any] = {}
-    for section, value in fields.items():
-        if isinstance(value, dict):
-            flat |= {f"{section}.{name}": inner for name, inner in value.items()}
-        else:
-            flat[section] = value
-    for name in _FREE_DATA:
-        flat.pop(f"data.{name}", None)
-    return flat
+def run_settings(config: TrainConfig) -> dict[str, Any]:
+    """What a run and its resumption must have in common, under dotted names."""
+    flat = flatten(config.model_dump(mode="json", exclude=set(_FREE)))
+    return {name: value for name, value in flat.items() if not name.startswith(_FREE_DATA)}

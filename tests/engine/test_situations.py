@@ -16,7 +16,7 @@ from dflash_jax import Engine, RequestError
 from dflash_jax.engine import rows as row_ops
 from dflash_jax.engine.scheduler import preempt
 from tests.engine.poison import poison
-from tests.pairs import PAIRS, SAMPLING, alone, assert_is_golden, cases, engine, models, prompts, record
+from tests.pairs import SAMPLING, SERVED, TRAINED, alone, assert_is_golden, cases, engine, models, prompts, record
 
 PAIR = "recall-dflash2"
 SHORT = {**SAMPLING, "max_tokens": 5}
@@ -32,7 +32,7 @@ def run(served: Engine) -> dict:
     return done
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", SERVED)
 def test_survivor_of_condense_drafts_what_it_would_have_drafted_alone(pair):
     """Situation 1: the first of two finishes, the second moves to row 0."""
     served = engine(pair)
@@ -51,11 +51,12 @@ def test_survivor_of_condense_drafts_what_it_would_have_drafted_alone(pair):
     assert all(len(block) == served.k for block in done["second"].drafted_blocks), "it stopped drafting"
 
 
-def test_swapping_live_rows_changes_no_draft():
+@pytest.mark.parametrize("pair", [PAIR, TRAINED])
+def test_swapping_live_rows_changes_no_draft(pair):
     """Situation 2: rows of decoding requests change places between any two steps."""
-    served = engine(PAIR)
+    served = engine(pair)
     for index in (1, 2):
-        served.add_request(prompts(PAIR)[index], SAMPLING, request_id=str(index))
+        served.add_request(prompts(pair)[index], SAMPLING, request_id=str(index))
     done = {}
     while served.has_work:
         for update in served.step():
@@ -63,7 +64,7 @@ def test_swapping_live_rows_changes_no_draft():
         if len(served.host.running) == 2:
             served.state = served.state.replace(rows=row_ops.swap(served.state.rows, 0, 1))
     for index in (1, 2):
-        assert_is_golden(done[str(index)], cases(PAIR)[index])
+        assert_is_golden(done[str(index)], cases(pair)[index])
 
 
 def test_a_decode_behind_a_prefill_is_brought_to_the_front():
@@ -94,17 +95,18 @@ def test_a_prompt_that_ends_in_a_step_takes_no_part_in_its_round():
     assert record(run(served)["new"]) == record(alone(PAIR, tuple(prompts(PAIR)[3][:32])))
 
 
-def test_a_newcomer_in_a_freed_slot_has_nothing_of_its_predecessor():
+@pytest.mark.parametrize("pair", [PAIR, TRAINED])
+def test_a_newcomer_in_a_freed_slot_has_nothing_of_its_predecessor(pair):
     """Situation 3: departure and arrival in one step, freed pages poisoned."""
-    served = engine(PAIR, slots=1, prefix_cache=False)
-    served.add_request(prompts(PAIR)[0], SHORT, request_id="0")
-    served.add_request(prompts(PAIR)[2], SAMPLING, request_id="2")
+    served = engine(pair, slots=1, prefix_cache=False)
+    served.add_request(prompts(pair)[0], SHORT, request_id="0")
+    served.add_request(prompts(pair)[2], SAMPLING, request_id="2")
     done = {}
     while served.has_work:
         for update in served.step():
             done.update({update.id: update.completion} if update.completion else {})
         poison(served)
-    assert_is_golden(done["2"], cases(PAIR)[2])
+    assert_is_golden(done["2"], cases(pair)[2])
 
 
 @pytest.mark.parametrize("pages", [1.5, 2, 2.9])
@@ -161,13 +163,13 @@ def test_a_hit_survives_the_donor_and_its_poisoned_pages():
     assert record(done["hitter"]) == record(alone(PAIR, tuple(donor)))
 
 
-@pytest.mark.parametrize("num_pages", [7, 9])
-def test_preempted_requests_resume_with_the_drafts_they_would_have_made(num_pages):
+@pytest.mark.parametrize(("pair", "num_pages"), [(PAIR, 7), (PAIR, 9), (TRAINED, 7)])
+def test_preempted_requests_resume_with_the_drafts_they_would_have_made(pair, num_pages):
     """Situation 5: three requests on a pool that cannot hold them."""
-    served = engine(PAIR, pages=num_pages)
-    completions = served.generate(prompts(PAIR)[:4], SAMPLING)
+    served = engine(pair, pages=num_pages)
+    completions = served.generate(prompts(pair)[:4], SAMPLING)
     assert served.host.preemptions > 0, "nobody was preempted"
-    for completion, case in zip(completions, cases(PAIR), strict=False):
+    for completion, case in zip(completions, cases(pair), strict=False):
         assert_is_golden(completion, case)
 
 

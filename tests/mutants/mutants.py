@@ -78,7 +78,7 @@ MUTANTS = (
             ),
             _UNCHECKED,
         ),
-        _SITUATIONS + "test_survivor_of_condense_drafts_what_it_would_have_drafted_alone[recall-dflash2]",
+        _SITUATIONS + "test_survivor_of_condense_drafts_what_it_would_have_drafted_alone[recall-trained]",
         _BLOCKS,
     ),
     Mutant(

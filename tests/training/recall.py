@@ -14,9 +14,10 @@ from dflash_jax.checkpoints import load_target
 from dflash_jax.models.target import lm_head
 from dflash_jax.training import TokenSequence, TrainConfig, write_shard
 from dflash_jax.training.features import run_sequences
+from dflash_jax.training.rule import BOS, CONTENT, PERIOD, follow_rule
 from tests.pairs import GOLDEN
 
-BOS, MASK, PERIOD = 60, 63, 10
+MASK = 63
 
 
 @functools.cache
@@ -29,26 +30,21 @@ def permutation() -> np.ndarray:
     """The rule's permutation, as the target has learnt it."""
     rng = np.random.default_rng(5)
     tokens = np.zeros((512, PERIOD + 1), np.int32)
-    tokens[:, 0], tokens[:, 1:] = BOS, rng.integers(0, 56, (512, PERIOD))
+    tokens[:, 0], tokens[:, 1:] = BOS, rng.integers(0, CONTENT, (512, PERIOD))
     # After a multiple of 3 comes the permutation of the token ten places back.
     tokens[:, -1] = 3 * rng.integers(0, 18, 512)
     run = run_sequences(target().params, target().config, jnp.asarray(tokens))
     following = np.asarray(jnp.argmax(lm_head(target().params, run.hidden[:, -1]), -1))
-    table = np.arange(64)
-    for first in range(56):
+    table = np.arange(CONTENT)
+    for first in range(CONTENT):
         seen = following[tokens[:, 1] == first]
         table[first] = np.bincount(seen).argmax() if len(seen) else first
     return table
 
 
 def sequences(count: int, length: int, seed: int = 0) -> list[TokenSequence]:
-    rng = np.random.default_rng(seed)
-    tokens = np.zeros((count, length), np.int32)
-    tokens[:, 0], tokens[:, 1 : PERIOD + 1] = BOS, rng.integers(0, 56, (count, PERIOD))
-    for place in range(PERIOD + 1, length):
-        source = tokens[:, place - PERIOD]
-        tokens[:, place] = np.where(tokens[:, place - 1] % 3 != 0, source, permutation()[source])
-    return [TokenSequence(row, PERIOD + 1) for row in tokens]
+    beginnings = np.random.default_rng(seed).integers(0, CONTENT, (count, PERIOD))
+    return [TokenSequence(row, PERIOD + 1) for row in follow_rule(beginnings, length, permutation())]
 
 
 def write_data(directory: Path, count: int = 64, length: int = 64, seed: int = 0) -> Path:
