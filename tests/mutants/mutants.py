@@ -239,9 +239,9 @@ MUTANTS = (
         "walk without looking at the predecessor",
         (
             (
-                "models/selector.py",
-                "candidates.edges[every_row, position, index]",
-                "candidates.edges[every_row, position, 0 * index]",
+                "kernels/selector/xla.py",
+                "edges[every_row, position, index]",
+                "edges[every_row, position, 0 * index]",
             ),
         ),
         _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-dflash2]",
@@ -261,7 +261,13 @@ MUTANTS = (
     ),
     Mutant(
         "leave out the softcap",
-        (("models/draft.py", "return logits if cap is None else cap * jnp.tanh(logits / cap)", "return logits"),),
+        (
+            (
+                "kernels/lm_head/xla.py",
+                "return logits if softcap is None else softcap * jnp.tanh(logits / softcap)",
+                "return logits",
+            ),
+        ),
         _MODELS + "test_candidates_and_edge_scores_are_the_references[recall-dflash2-swa]",
         r"Not equal to tolerance",
     ),
