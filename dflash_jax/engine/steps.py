@@ -12,16 +12,16 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
+from dflash_jax.engine.decide import decide
 from dflash_jax.engine.invariants import violations
 from dflash_jax.engine.state import EngineState, Models, Slots
 from dflash_jax.kernels.choice import Implementation
-from dflash_jax.kernels.lm_head import best_tokens, writes_logits
 from dflash_jax.models.draft import context_entries, propose
 from dflash_jax.models.selector import Proposal
-from dflash_jax.models.target import Extension, extend, head, lm_head
-from dflash_jax.sampling import Purpose, Sampler, Verdict, gumbel, verify, verify_greedy
+from dflash_jax.models.target import Extension, extend
+from dflash_jax.sampling import Purpose, Sampler, gumbel
 
 
 class Report(struct.PyTreeNode):
@@ -82,7 +82,7 @@ def prefill(
     extension = _extend(models, state, jnp.where(live, idx_mapping, -1), tokens, count, implementation)
     final = jnp.take_along_axis(extension.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
     none = _no_proposal(idx_mapping.shape[0])
-    verdict = _verify(
+    verdict = decide(
         models, final, none, jnp.zeros_like(count), sampler, slots.position[slot] + count - 1, implementation
     )
     ends = live & last
@@ -137,7 +137,7 @@ def run_round(
         q_len = jnp.where(live, 1 + drafted, 0)
         extension = _extend(models, state, jnp.where(live, idx_mapping, -1), block, q_len, implementation)
     with jax.named_scope("accept"):
-        verdict = _verify(models, extension.hidden, proposal, drafted, sampler, position, implementation)
+        verdict = decide(models, extension.hidden, proposal, drafted, sampler, position, implementation)
         offsets = jnp.arange(1 + drafts)
         accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
         kept = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
@@ -249,31 +249,6 @@ def _extend(models: Models, state: EngineState, idx_mapping, tokens, q_len, impl
         feature_layers=models.feature_layers,
         implementation=implementation,
     )
-
-
-def _verify(
-    models: Models,
-    hidden: Float[Array, "rows block hidden"],
-    proposal: Proposal,
-    drafted: Int[Array, " rows"],
-    sampler: Sampler,
-    position: Int[Array, " rows"],
-    implementation,
-) -> Verdict:
-    """Decides the drafted tokens; where the head's kernel can, without writing logits unless some row samples."""
-
-    def from_logits() -> Verdict:
-        logits = lm_head(models.target, hidden)
-        return verify(logits, proposal.tokens, drafted, proposal.candidates, proposal.probs, sampler, position)
-
-    def from_best() -> Verdict:
-        with jax.named_scope("lm_head"):
-            _, best = best_tokens(hidden, **head(models.target), top_k=1, implementation=implementation)
-        return verify_greedy(best[..., 0], proposal.tokens, drafted)
-
-    if writes_logits(hidden, **head(models.target), implementation=implementation):
-        return from_logits()
-    return jax.lax.cond(jnp.any(sampler.temperature > 0), from_logits, from_best)
 
 
 def _cut(

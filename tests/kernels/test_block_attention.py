@@ -238,23 +238,6 @@ def test_unsupported_shapes_fall_back_to_xla_and_say_so_once(change, reason, cap
     np.testing.assert_array_equal(out, expected)
 
 
-class FakeDevice:
-    def __init__(self, compute_capability: str):
-        self.compute_capability = compute_capability
-        self.device_kind = "NVIDIA of the tests"
-
-
-@pytest.mark.parametrize(("capability", "chosen"), [("9.0", "pallas"), ("8.0", "xla"), ("10.0", "xla")])
-def test_gpus_but_hopper_use_xla(capability, chosen, monkeypatch, caplog):
-    assert choice.default() == "xla"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice(capability)])
-    choice.log_once.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        assert choice.default() == chosen
-    assert len(caplog.records) == (chosen == "xla")
-
-
 def test_splits_fill_the_gpu_and_no_more():
     assert 0.85 * 264 <= 8 * pallas._splits(ctas=8, tiles=640, concurrent=264) <= 264
     assert pallas._splits(ctas=64, tiles=640, concurrent=264) == 4
