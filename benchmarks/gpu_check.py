@@ -5,12 +5,13 @@
 Weights are random, in the shapes of Qwen3-8B and a five-layer DFlash 2 drafter, so nothing is
 downloaded; it takes about 60 GB of GPU memory. In this order, until the time is up:
 
-- correctness: the Pallas kernel against the reference in float64;
+- correctness: the attention kernel against the reference in float64;
+- the kernels of the LM head and the selector: correctness, and time next to XLA's;
 - the bandwidth of a large copy, and what attention reaches of it;
 - a round's time, over the time to read the weights once, and over a plain decoding step.
 
 It prints one table, last, and writes the same as JSON. `--tiny` runs all of it on a CPU in small
-shapes, which shows that the script works and measures nothing; the kernel is then simulated.
+shapes, which shows that the script works and measures nothing; the kernels are then simulated.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_ops import check_and_time
 from published_shapes import DRAFT, DRAFTS, TARGET, models_with, tiny
 
 from dflash_jax.engine.state import EngineState, Models, init_state
@@ -224,6 +226,7 @@ def main() -> int:
 
     result: dict[str, Any] = {"device": device.device_kind, "tiny": small, "jax": jax.__version__}
     result["correctness"] = check_attention(clock, small)
+    result["ops"] = check_and_time(small, seconds, lambda: clock.over)
     result["copy_gb_per_s"] = copy_bandwidth(small) / 1e9
     result["attention"] = []
     for rows, context in [(1, 128), (2, 64)] if small else [(1, 4096), (8, 4096), (32, 4096), (1, 32_768), (8, 16_384)]:
@@ -247,6 +250,9 @@ def main() -> int:
     print(f"{result['device']}, jax {result['jax']}{', TINY: measures nothing' if small else ''}")
     for entry in result["correctness"]:
         print(f"  attention {entry['shape']}: error {entry['error']:.1e} {'ok' if entry['ok'] else 'WRONG'}")
+    for entry in result["ops"]:
+        line = "  {op} at {rows} rows: error {error:.1e} {verdict}; kernel {pallas_ms:.3f} ms, XLA {xla_ms:.3f} ms"
+        print(line.format(**entry, verdict="ok" if entry["ok"] else "WRONG"))
     print(f"  copy {result['copy_gb_per_s']:.0f} GB/s; weights read once in {result['read_weights_ms']:.2f} ms")
     for entry in result["attention"]:
         print("  attention rows {rows} context {context}: {gb_per_s:.0f} GB/s, {of_copy:.2f} of a copy".format(**entry))
@@ -255,7 +261,7 @@ def main() -> int:
             "  round rows {rows}: {round_ms:.2f} ms, {over_weights:.2f} of reading the weights; plain {plain_ms:.2f} ms"
         )
         print(line.format(**entry))
-    return 0 if all(entry["ok"] for entry in result["correctness"]) else 1
+    return 0 if all(entry["ok"] for entry in result["correctness"] + result["ops"]) else 1
 
 
 if __name__ == "__main__":

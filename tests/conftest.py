@@ -24,7 +24,9 @@ if os.environ.get("DFLASH_JAX_TYPECHECK", "1") != "0":
     # Shapes are checked where functions are traced; what is compiled already runs as fast as ever.
     # The edges that take what users write are left out: they say what is wrong in words of their own.
     _PARTS = ["models", "kernels", "sampling", "training"]
-    _PARTS += [f"engine.{name}" for name in ("state", "rows", "steps", "invariants", "pages", "device", "scheduler")]
+    _PARTS += [
+        f"engine.{name}" for name in ("state", "rows", "steps", "decide", "invariants", "pages", "device", "scheduler")
+    ]
     install_import_hook([f"dflash_jax.{name}" for name in _PARTS], "tests.shape_checks.check")
 
 import hypothesis

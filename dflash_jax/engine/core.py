@@ -25,7 +25,7 @@ from dflash_jax.engine.scheduler import Chunk, HostState
 from dflash_jax.engine.state import EngineState, Models, Rows, init_state
 from dflash_jax.engine.steps import Report
 from dflash_jax.errors import ConfigError, InvariantError
-from dflash_jax.kernels.block_attention import Implementation
+from dflash_jax.kernels.choice import Implementation
 from dflash_jax.models.config import check_pair
 
 NO_LIMIT = int(np.iinfo(np.int32).max)
@@ -60,7 +60,7 @@ class Core:
           k: tokens to draft in each round; the trained block_size - 1 by default.
           max_context: requests whose context grows past this many tokens go on without drafting.
           clock: seconds, for the metrics.
-          implementation: see `block_attention`.
+          implementation: of the kernels; see `kernels.choice`.
 
         Raises:
           ConfigError: target and draft do not fit each other, or the sizes do not fit the models.

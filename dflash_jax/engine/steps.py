@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from dflash_jax.engine.decide import decide
 from dflash_jax.engine.invariants import violations
 from dflash_jax.engine.state import EngineState, Models, Slots
-from dflash_jax.kernels.block_attention import Implementation
+from dflash_jax.kernels.choice import Implementation
 from dflash_jax.models.draft import context_entries, propose
 from dflash_jax.models.selector import Proposal
-from dflash_jax.models.target import Extension, extend, lm_head
-from dflash_jax.sampling import Purpose, Sampler, gumbel, verify
+from dflash_jax.models.target import Extension, extend
+from dflash_jax.sampling import Purpose, Sampler, gumbel
 
 
 class Report(struct.PyTreeNode):
@@ -66,7 +67,7 @@ def prefill(
       count: real tokens in each chunk; 0 for a row that does nothing.
       last: the chunk ends the prompt: its last token's logits decide the anchor, and the slot decodes.
       known_next: the anchor of a request that resumes, which is committed already; -1 to sample it.
-      implementation: see `block_attention`.
+      implementation: of the kernels; see `kernels.choice`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
     slot = jnp.maximum(idx_mapping, 0)
@@ -81,14 +82,8 @@ def prefill(
     extension = _extend(models, state, jnp.where(live, idx_mapping, -1), tokens, count, implementation)
     final = jnp.take_along_axis(extension.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
     none = _no_proposal(idx_mapping.shape[0])
-    verdict = verify(
-        lm_head(models.target, final),
-        none.tokens,
-        jnp.zeros_like(count),
-        none.candidates,
-        none.probs,
-        sampler,
-        slots.position[slot] + count - 1,
+    verdict = decide(
+        models, final, none, jnp.zeros_like(count), sampler, slots.position[slot] + count - 1, implementation
     )
     ends = live & last
     sampled = ends & (known_next < 0)
@@ -121,7 +116,7 @@ def run_round(
       state: the engine's state; rows whose slots still prefill do nothing.
       drafts: k, tokens to draft; 0 decodes plainly. Slots that do not speculate, or whose context has
         passed their draft_limit, decode plainly in any case.
-      implementation: see `block_attention`.
+      implementation: of the kernels; see `kernels.choice`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
     slot = jnp.maximum(idx_mapping, 0)
@@ -142,15 +137,7 @@ def run_round(
         q_len = jnp.where(live, 1 + drafted, 0)
         extension = _extend(models, state, jnp.where(live, idx_mapping, -1), block, q_len, implementation)
     with jax.named_scope("accept"):
-        verdict = verify(
-            lm_head(models.target, extension.hidden),
-            proposal.tokens,
-            drafted,
-            proposal.candidates,
-            proposal.probs,
-            sampler,
-            position,
-        )
+        verdict = decide(models, extension.hidden, proposal, drafted, sampler, position, implementation)
         offsets = jnp.arange(1 + drafts)
         accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
         kept = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))

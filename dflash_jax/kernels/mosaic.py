@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +75,11 @@ def with_layout(x: Array, layout: Any) -> Array:
     return x if simulating() else plgpu.layout_cast(x, layout)
 
 
+def load(ref: Any, index: Any, layout: Any) -> Array:
+    """ref[index], laid out in registers as asked; from global memory, or from shared memory without transforms."""
+    return ref[index] if simulating() else plgpu.load(ref, index, layout=layout, optimized=False)
+
+
 def tile(columns: int, dtype: DTypeLike) -> tuple:
     """Transforms of a shared memory matrix that tensor cores read and TMA writes."""
     bits = jnp.dtype(dtype).itemsize * 8
@@ -105,6 +110,65 @@ def accumulate(total: Float[Array, "rows columns"], pairs: Sequence[tuple]) -> F
             plgpu.wgmma(accumulator, a, b)
 
     return pl.run_state(multiply)(plgpu.ACC.init(total))
+
+
+def products(count: int, step: Callable[..., None], shapes: Sequence[tuple[int, int]]) -> tuple[Array, ...]:
+    """Float32 sums of products of shared memory matrices, one sum for each shape.
+
+    Args:
+      count: steps.
+      step: is given the number of a step and a function `multiply(which, a, b, transposed)`, which adds
+        a @ b, or a @ b.T, to the sum `which`. Products run on while the next step begins; who overwrites
+        their operands waits with `plgpu.wgmma_wait`.
+      shapes: of the sums.
+    """
+    if simulating():
+
+        def simulated_step(index, sums):
+            sums = list(sums)
+
+            def multiply(which, a, b, transposed):
+                sums[which] = sums[which] + _dot(a[...], b[...], 1 if transposed else 0)
+
+            step(index, multiply)
+            return tuple(sums)
+
+        return jax.lax.fori_loop(0, count, simulated_step, tuple(jnp.zeros(shape, jnp.float32) for shape in shapes))
+
+    def accumulated(*accumulators):
+        def compiled_step(index, carry):
+            def multiply(which, a, b, transposed):
+                plgpu.wgmma(accumulators[which], a, plgpu.transpose_ref(b, (1, 0)) if transposed else b)
+
+            step(index, multiply)
+            return carry
+
+        jax.lax.fori_loop(0, count, compiled_step, 0)
+        return tuple(accumulator[...] for accumulator in accumulators)
+
+    return pl.run_scoped(accumulated, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def terms(x: Float[Array, "rows columns"], count: int) -> list[Array]:
+    """bfloat16 numbers that add up to x, in a kernel: 8 bits each, three of them the 24 of a float32."""
+    parts: list[Array] = []
+    for _ in range(count):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(jnp.float32)
+    return parts
+
+
+def as_terms(x: Float[Array, "rows columns"], count: int) -> Float[Array, "terms rows columns"]:
+    """The same outside of a kernel, stacked."""
+    if count == 1:
+        return x[None]
+    parts = []
+    for _ in range(count):
+        # Not a cast there and back: XLA may take that for the identity.
+        part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return jnp.stack(parts)
 
 
 def _dot(a: Array, b: Array, contracted: int) -> Array:

@@ -8,17 +8,20 @@ algorithm is arXiv 2602.06036 (DFlash) with DFlash 2's convolution and selector.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.block_attention import Implementation, block_attention
+from dflash_jax.kernels.block_attention import block_attention
+from dflash_jax.kernels.choice import Implementation
+from dflash_jax.kernels.lm_head import best_tokens
 from dflash_jax.models.cache import Context, KeyValues
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig
 from dflash_jax.models.layers import linear, mlp, project_kv, project_q, rms_norm
-from dflash_jax.models.selector import Proposal, propose_argmax, score_candidates, walk
-from dflash_jax.models.target import lm_head
+from dflash_jax.models.selector import Proposal, argmax_proposal, select
+from dflash_jax.models.target import head
 from dflash_jax.models.weights import AttentionWeights, ConvWeights, DraftParams, MlpWeights, TargetParams
 
 
@@ -148,13 +151,9 @@ def _convolved(sublayer, normed, weights: ConvWeights | None, config: DraftConfi
     return convolve(inner, weights.base_kernel[1], deltas[:, :, 1], size)
 
 
-def draft_logits(
-    hidden: Float[Array, "*batch hidden"], config: DraftConfig, target: TargetParams
-) -> Float[Array, "*batch vocab"]:
-    """The target's LM head, scaled and capped as the draft's config says, in float32."""
-    logits = lm_head(target, hidden) * config.output_multiplier
-    cap = config.final_logit_softcap
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+def draft_head(config: DraftConfig, target: TargetParams) -> dict[str, Any]:
+    """The target's LM head, scaled and capped as the draft's config says: keyword arguments of `best_tokens`."""
+    return head(target) | {"multiplier": config.output_multiplier, "softcap": config.final_logit_softcap}
 
 
 def propose(
@@ -177,12 +176,16 @@ def propose(
       context: the draft's pages; every row's holds exactly the tokens before its anchor.
       anchor: last committed token of each row.
       drafts: tokens to draft, k.
-      temperature, noise: see `walk`; DFlash 1 proposes the argmax whatever they are.
-      implementation: see `block_attention`.
+      temperature, noise: see `select`; DFlash 1 proposes the argmax whatever they are.
+      implementation: of the kernels; see `kernels.choice`.
     """
     hidden = run_block(params, config, target.embedding, context, anchor, drafts, implementation=implementation)[:, 1:]
-    logits = draft_logits(hidden, config, target)
-    if params.selector is None or config.selector is None:
-        return propose_argmax(logits)
-    candidates = score_candidates(params.selector, hidden, logits, anchor, config.selector.top_k)
-    return walk(candidates, temperature, noise)
+    top_k = 1 if config.selector is None else config.selector.top_k
+    with jax.named_scope("lm_head"):
+        scores, tokens = best_tokens(hidden, **draft_head(config, target), top_k=top_k, implementation=implementation)
+    if params.selector is None:
+        return argmax_proposal(tokens[..., 0])
+    with jax.named_scope("selector"):
+        return select(
+            params.selector, hidden, tokens, scores, anchor, temperature, noise, implementation=implementation
+        )

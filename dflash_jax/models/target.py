@@ -6,12 +6,16 @@ new tokens' keys and values come back to the caller, who writes the ones that ar
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.block_attention import Implementation, block_attention
+from dflash_jax.kernels.block_attention import block_attention
+from dflash_jax.kernels.choice import Implementation
+from dflash_jax.kernels.lm_head import head_logits
 from dflash_jax.models.cache import Context, KeyValues
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.models.layers import linear, mlp, moe, project_kv, project_q, rms_norm
@@ -50,7 +54,7 @@ def extend(
       tokens: token ids; anything at positions past q_len.
       q_len: new tokens per row, 0..tokens.
       feature_layers: 0-based layers whose outputs to return; `target_layer_ids` of the draft.
-      implementation: see `block_attention`.
+      implementation: of the kernels; see `kernels.choice`.
     """
     positions = context.row_lengths()[:, None] + jnp.arange(tokens.shape[1])
     with jax.named_scope("embedding"):
@@ -97,10 +101,12 @@ def extend(
     )
 
 
+def head(params: TargetParams) -> dict[str, Any]:
+    """The LM head, as the keyword arguments `weight` and `tied` of the ops in `kernels.lm_head`."""
+    tied = params.lm_head is None
+    return {"weight": params.embedding if tied else params.lm_head, "tied": tied}
+
+
 def lm_head(params: TargetParams, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-    """Logits in float32, from factors of the head's dtype."""
-    with jax.named_scope("lm_head"):
-        hidden = hidden.astype((params.embedding if params.lm_head is None else params.lm_head).dtype)
-        if params.lm_head is None:
-            return jnp.einsum("...h,vh->...v", hidden, params.embedding, preferred_element_type=jnp.float32)
-        return jnp.einsum("...h,hv->...v", hidden, params.lm_head, preferred_element_type=jnp.float32)
+    """Logits in float32."""
+    return head_logits(hidden, **head(params))

@@ -2,6 +2,6 @@
 
 from dflash_jax.sampling.distribution import Sampler, sample, target_probs
 from dflash_jax.sampling.keys import Purpose, gumbel, uniform
-from dflash_jax.sampling.verify import Verdict, verify
+from dflash_jax.sampling.verify import Verdict, verify, verify_greedy
 
-__all__ = ["Purpose", "Sampler", "Verdict", "gumbel", "sample", "target_probs", "uniform", "verify"]
+__all__ = ["Purpose", "Sampler", "Verdict", "gumbel", "sample", "target_probs", "uniform", "verify", "verify_greedy"]

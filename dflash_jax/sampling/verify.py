@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.sampling.distribution import Sampler, sample, target_probs
 from dflash_jax.sampling.keys import Purpose, uniform
@@ -20,6 +20,25 @@ class Verdict(struct.PyTreeNode):
 
     accepted: Int[Array, " rows"]
     next_token: Int[Array, " rows"]
+
+
+def verify_greedy(
+    best: Int[Array, "rows block"], drafted: Int[Array, "rows drafts"], draft_count: Int[Array, " rows"]
+) -> Verdict:
+    """The longest prefix of the drafted tokens that equals the target's best ones, and the best one after it.
+
+    Args:
+      best: the target's tokens of largest logit, after the anchor and after each drafted token.
+      drafted, draft_count: see `verify`.
+    """
+    accepted = _kept(drafted == best[:, :-1], draft_count)
+    return Verdict(accepted, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0])
+
+
+def _kept(keep: Bool[Array, "rows drafts"], draft_count: Int[Array, " rows"]) -> Int[Array, " rows"]:
+    """Length of the prefix of real drafted tokens that are all to be kept."""
+    real = jnp.arange(keep.shape[1]) < draft_count[:, None]
+    return jnp.cumprod((keep & real).astype(jnp.int32), axis=1).sum(1)
 
 
 def verify(
@@ -41,18 +60,8 @@ def verify(
       sampler: per row.
       position: absolute position of the anchor; drafted token i would stand at position + 1 + i.
     """
-    best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     drafts = drafted.shape[1]
-    real = jnp.arange(drafts) < draft_count[:, None]
-
-    def take(values, index):
-        return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
-
-    def prefix_length(keep):
-        return jnp.cumprod((keep & real).astype(jnp.int32), axis=1).sum(1)
-
-    greedy_accepted = prefix_length(drafted == best[:, :drafts])
-    greedy = Verdict(greedy_accepted, take(best, greedy_accepted))
+    greedy = verify_greedy(jnp.argmax(logits, axis=-1).astype(jnp.int32), drafted, draft_count)
 
     def sampled(_):
         p = target_probs(logits, sampler)
@@ -60,7 +69,7 @@ def verify(
         p_drafted = jnp.take_along_axis(p[:, :drafts], drafted[..., None], axis=-1)[..., 0]
         q_drafted = jnp.where(candidates == drafted[..., None], candidate_probs, 0).sum(-1)
         draw = uniform(sampler.seed, tokens_at, Purpose.ACCEPT)
-        accepted = prefix_length(draw * q_drafted < p_drafted)
+        accepted = _kept(draw * q_drafted < p_drafted, draft_count)
 
         rows = jnp.arange(p.shape[0])
         p_next = p[rows, accepted]

@@ -58,7 +58,7 @@ def all_rows(vocab_size: int) -> HeadRows:
 
 
 def scale_logits(products: Float[Array, "*batch"], config: DraftConfig) -> Float[Array, "*batch"]:
-    """Products of hidden states and head rows, as `draft_logits` scales and caps them."""
+    """Products of hidden states and head rows, scaled and capped as `head_logits` does."""
     logits = products * config.output_multiplier
     cap = config.final_logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)

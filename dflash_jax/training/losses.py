@@ -108,7 +108,7 @@ def selector_scores(
     predecessors: Int[Array, " positions"],
     candidates: Int[Array, "positions candidates"],
 ) -> Float[Array, "positions candidates"]:
-    """S(a, b) of each position's candidates b after its predecessor a; see `score_candidates`."""
+    """S(a, b) of each position's candidates b after its predecessor a; see `select_path`."""
     products = jnp.einsum("nh,nkh->nk", hidden, head[candidates].astype(hidden.dtype))
     gated = selector.predecessor_codebook[predecessors] * (hidden @ selector.hidden_projection)
     edges = jnp.einsum("nr,nkr->nk", gated, selector.successor_codebook[candidates], preferred_element_type=jnp.float32)

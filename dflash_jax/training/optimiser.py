@@ -12,7 +12,7 @@ from dflash_jax.training.config import UpdateSection
 from dflash_jax.training.precision import is_matrix
 
 
-def learning_rates(section: AdamSection) -> optax.Schedule:
+def learning_rates(section: UpdateSection) -> optax.Schedule:
     """The learning rate of each step: a linear warm-up, then what the section says."""
     peak, steps = section.learning_rate, section.steps
     warmup = round(section.warmup * steps)

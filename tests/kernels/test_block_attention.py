@@ -15,7 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.kernels.block_attention import api, block_attention, pallas, pallas_kernel, pallas_tiles
+from dflash_jax.kernels import choice
+from dflash_jax.kernels.block_attention import block_attention, pallas, pallas_kernel, pallas_tiles
 from tests.kernels.attention_cases import LAYER, Case, Shape, check, compute, make_case
 
 # A simulated GPU takes seconds per case, most of them to compile it.
@@ -227,7 +228,7 @@ def test_pallas_lowers_for_cuda(shape):
 def test_unsupported_shapes_fall_back_to_xla_and_say_so_once(change, reason, caplog):
     shape = dataclasses.replace(SMALL, **change)
     case = make_case(shape, context_len=[7, 16, 20, 3], idx_mapping=[3, 1, 2], q_len=[5, 1, 4])
-    api._log_once.cache_clear()
+    choice.log_once.cache_clear()
     static = {"layer": LAYER, "causal": True, "window": None, "scale": 0.1}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -235,23 +236,6 @@ def test_unsupported_shapes_fall_back_to_xla_and_say_so_once(change, reason, cap
     assert len(caplog.records) == 1 and reason in caplog.text
     expected = block_attention(**case.arguments, **static, implementation="xla")
     np.testing.assert_array_equal(out, expected)
-
-
-class FakeDevice:
-    def __init__(self, compute_capability: str):
-        self.compute_capability = compute_capability
-        self.device_kind = "NVIDIA of the tests"
-
-
-@pytest.mark.parametrize(("capability", "chosen"), [("9.0", "pallas"), ("8.0", "xla"), ("10.0", "xla")])
-def test_gpus_but_hopper_use_xla(capability, chosen, monkeypatch, caplog):
-    assert api._default() == "xla"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice(capability)])
-    api._log_once.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        assert api._default() == chosen
-    assert len(caplog.records) == (chosen == "xla")
 
 
 def test_splits_fill_the_gpu_and_no_more():

@@ -1,19 +1,24 @@
-"""Whole rounds with the Pallas kernel: the golden records in the simulator, and lowered for CUDA."""
+"""Whole rounds with the Pallas kernels: the golden records in the simulator, and lowered for CUDA."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import settings
 
 from dflash_jax import Engine, EngineConfig
 from dflash_jax.checkpoints.table import build_params, table
 from dflash_jax.engine import Models
+from dflash_jax.engine.decide import decide
 from dflash_jax.engine.state import init_state
 from dflash_jax.engine.steps import prefill, run_rounds
 from dflash_jax.kernels import mosaic
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig, RopeConfig, SelectorConfig, TargetConfig
+from dflash_jax.models.selector import argmax_proposal
+from dflash_jax.models.target import lm_head
+from dflash_jax.sampling import Sampler
 from tests.pairs import PAIRS, cases, full_blocks, models
 
 LONG = settings.default.max_examples > 100
@@ -32,6 +37,30 @@ def test_golden_rounds_are_reproduced(pair):
     assert list(completion.token_ids) == case["greedy_tokens"][: 1 + sum(produced)]
     assert list(completion.produced_per_round) == produced
     assert [list(block) for block in completion.drafted_blocks] == full_blocks(case)[:ROUNDS]
+
+
+@pytest.mark.parametrize("temperature", [(0.0, 0.0), (0.0, 0.8)], ids=["greedy", "one row samples"])
+def test_the_heads_kernel_decides_as_logits_do(temperature):
+    of = models("recall-dflash1")
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.standard_normal((2, 4, of.target_config.hidden_size)), jnp.float32)
+    best = jnp.argmax(lm_head(of.target, hidden), axis=-1).astype(jnp.int32)
+    # Row 0 drafts what the target says up to its last token, row 1 only its first.
+    drafts = best[:, :3] + jnp.array([[0, 0, 1], [0, 1, 0]])
+    proposal = argmax_proposal(drafts)
+    of_row = jnp.asarray(temperature, jnp.float32)
+    nothing = jnp.zeros(2, jnp.int32)
+    sampler = Sampler(of_row, nothing, jnp.ones(2), jnp.zeros(2), jnp.arange(2, dtype=jnp.uint32))
+
+    def verdict(implementation):
+        return jax.jit(lambda x: decide(of, x, proposal, nothing + 3, sampler, nothing, implementation))(hidden)
+
+    with mosaic.simulated():
+        found = jax.tree.map(np.asarray, verdict("pallas"))
+    expected = verdict("xla")
+    np.testing.assert_array_equal(found.accepted, expected.accepted)
+    np.testing.assert_array_equal(found.next_token, expected.next_token)
+    assert found.accepted[0] == 2 and (found.accepted[1] == 1 or temperature[1])
 
 
 QWEN3_8B = dict(
@@ -74,14 +103,16 @@ def test_round_and_prefill_lower_for_cuda(sizes):
     def step(of, state):
         return run_rounds(of, state, drafts=7, rounds=4, implementation="pallas")
 
-    assert kernels_when_lowered(step, of, state) == 2
+    # Attention of target and draft, the draft's head, its selector, and the target's head.
+    assert kernels_when_lowered(step, of, state) == 5
 
     def chunk(of, state, tokens, rows):
         return prefill(of, state, tokens, rows, rows > 0, rows, implementation="pallas")
 
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32)
-    assert kernels_when_lowered(chunk, of, state, tokens, rows) == 1
+    # The target's attention and head.
+    assert kernels_when_lowered(chunk, of, state, tokens, rows) == 2
 
 
 def kernels_when_lowered(function, *arguments) -> int:

@@ -12,8 +12,9 @@ import pytest
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Models
 from dflash_jax.engine.state import EngineState, init_state
-from dflash_jax.models.draft import context_entries, draft_logits, run_block
-from dflash_jax.models.selector import score_candidates
+from dflash_jax.kernels.lm_head import best_tokens, head_logits
+from dflash_jax.kernels.selector.xla import edge_scores
+from dflash_jax.models.draft import context_entries, draft_head, run_block
 from dflash_jax.models.target import Extension, extend, lm_head
 from tests.pairs import GOLDEN, PAIRS, cases, models, tensors
 
@@ -73,7 +74,7 @@ def jitted_block(of: Models, features, count, anchor):
     pages = state.draft_context(ROW).write(entries, count)
     context = state.replace(draft_pages=pages, slots=state.slots.replace(draft_len=count)).draft_context(ROW)
     hidden = run_block(of.draft, of.draft_config, of.target.embedding, context, anchor, 7)
-    return hidden, draft_logits(hidden[:, 1:], of.draft_config, of.target)
+    return hidden, head_logits(hidden[:, 1:], **draft_head(of.draft_config, of.target))
 
 
 def draft_block(of: Models, committed: list[int]):
@@ -101,16 +102,24 @@ def test_draft_hidden_states_are_the_references(pair):
 @pytest.mark.parametrize("pair", [pair for pair in PAIRS if "dflash2" in pair])
 def test_candidates_and_edge_scores_are_the_references(pair):
     of = models(pair)
-    score = jax.jit(partial(score_candidates, top_k=of.draft_config.selector.top_k))
+    top_k, weights = of.draft_config.selector.top_k, of.draft.selector
+
+    @jax.jit
+    def score(hidden, anchor):
+        unary, tokens = best_tokens(hidden, **draft_head(of.draft_config, of.target), top_k=top_k)
+        gate = hidden @ weights.hidden_projection
+        codebooks = weights.predecessor_codebook, weights.successor_codebook
+        return tokens, edge_scores(tokens, unary, gate, anchor, *codebooks)
+
     for index, case in enumerate(cases(pair)):
         golden = {
             name: tensors(pair)[f"{index}.round0.{name}"] for name in ("unary_logits", "candidates", "edge_scores")
         }
         hidden, logits, anchor = draft_block(of, case["prompt"] + case["greedy_tokens"][:1])
-        candidates = score(of.draft.selector, hidden[:, 1:], logits, anchor)
-        np.testing.assert_array_equal(candidates.tokens[0], golden["candidates"])
+        tokens, edges = score(hidden[:, 1:], anchor)
+        np.testing.assert_array_equal(tokens[0], golden["candidates"])
         np.testing.assert_allclose(logits[0], golden["unary_logits"], atol=TOLERANCE, rtol=0)
-        np.testing.assert_allclose(candidates.edges[0], golden["edge_scores"], atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(edges[0], golden["edge_scores"], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("chunk", [128, 5, 1], ids=["one chunk", "chunks of 5", "token by token"])

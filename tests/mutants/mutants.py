@@ -29,6 +29,7 @@ class Mutant:
 _SITUATIONS = "tests/engine/test_situations.py::"
 _GOLDEN = "tests/engine/test_golden_records.py::"
 _MODELS = "tests/models/test_golden.py::"
+_KERNELS = "tests/kernels/"
 _SAMPLING = "tests/sampling/test_distribution.py::"
 
 # What `assert_is_golden` prints when drafted blocks differ while tokens do not.
@@ -239,9 +240,9 @@ MUTANTS = (
         "walk without looking at the predecessor",
         (
             (
-                "models/selector.py",
-                "candidates.edges[every_row, position, index]",
-                "candidates.edges[every_row, position, 0 * index]",
+                "kernels/selector/xla.py",
+                "edges[every_row, position, index]",
+                "edges[every_row, position, 0 * index]",
             ),
         ),
         _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-dflash2]",
@@ -261,7 +262,13 @@ MUTANTS = (
     ),
     Mutant(
         "leave out the softcap",
-        (("models/draft.py", "return logits if cap is None else cap * jnp.tanh(logits / cap)", "return logits"),),
+        (
+            (
+                "kernels/lm_head/xla.py",
+                "return logits if softcap is None else softcap * jnp.tanh(logits / softcap)",
+                "return logits",
+            ),
+        ),
         _MODELS + "test_candidates_and_edge_scores_are_the_references[recall-dflash2-swa]",
         r"Not equal to tolerance",
     ),
@@ -306,6 +313,36 @@ MUTANTS = (
         ),
         _SITUATIONS + "test_a_newcomer_in_a_freed_slot_has_nothing_of_its_predecessor",
         r"assert",
+    ),
+    Mutant(
+        "walk from the anchor at every position, in the selector's kernel",
+        (("kernels/selector/pallas.py", "        return token\n", "        return previous\n"),),
+        _KERNELS + "test_selector.py::test_each_choice_follows_the_one_before[pallas]",
+        r"leaves the best path|Not equal to tolerance",
+    ),
+    Mutant(
+        "prefer the last of equal logits, in the LM head's kernel",
+        (
+            (
+                "kernels/lm_head/pallas_kernel.py",
+                "chosen = jnp.where(logits == _across(top, logits), token, _NO_TOKEN).min(axis=1)",
+                "chosen = jnp.where(logits == _across(top, logits), token, -1).max(axis=1)",
+            ),
+        ),
+        _KERNELS + "test_lm_head.py::test_of_equal_logits_the_lowest_ids_win[pallas]",
+        r"Arrays are not equal",
+    ),
+    Mutant(
+        "list the tokens that the last tile reaches back over twice",
+        (
+            (
+                "kernels/lm_head/pallas_kernel.py",
+                "jnp.where(fresh, _scaled(logits, plan), -jnp.inf)",
+                "_scaled(logits, plan)",
+            ),
+        ),
+        _KERNELS + "test_lm_head.py::test_of_equal_logits_the_lowest_ids_win[pallas]",
+        r"not close|Not equal to tolerance|listed twice",
     ),
     Mutant(
         "delete the check that a written page is one request's",

@@ -14,7 +14,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.target import lm_head
 from dflash_jax.settings import parse, read_settings
 from dflash_jax.training import TrainConfig, inputs, train
-from dflash_jax.training.config import AdamSection, PretrainSection, RuleSection, TargetShape
+from dflash_jax.training.config import UpdateSection, PretrainSection, RuleSection, TargetShape
 from dflash_jax.training.dataset import open_dataset
 from dflash_jax.training.features import run_sequences
 from dflash_jax.training.pretrain import Texts, fresh_target_config, fresh_target_params, predict, pretrain
@@ -95,7 +95,7 @@ def test_what_is_learnt_is_each_token_after_the_prompt_given_those_before_it():
 def test_a_target_learns_what_it_is_shown(tmp_path):
     append_shards(tmp_path, rule_sequences(RuleSection(sequences=32, length=24)))
     data = open_dataset(tmp_path, vocab_size=64, max_length=24, held_out=0.0, min_answer=2)
-    optimiser = AdamSection(steps=20, sequences=16, learning_rate=1e-2)
+    optimiser = UpdateSection(steps=20, sequences=16, learning_rate=1e-2)
     learnt = pretrain(PretrainSection(shape=SHAPE, optimiser=optimiser), data, seed=0)
     # One that had learnt nothing would be at log 64.
     assert learnt.loss < 3, learnt.loss

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-from typing import Literal
-
-import jax
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.block_attention import pallas, reference, xla
-
-Implementation = Literal["reference", "xla", "pallas"]
+from dflash_jax.kernels.choice import Implementation, choose
 
 _IMPLEMENTATIONS = {
     "reference": reference.block_attention,
     "xla": xla.block_attention,
     "pallas": pallas.block_attention,
 }
-
-_log = logging.getLogger(__name__)
 
 
 def block_attention(
@@ -59,17 +51,12 @@ def block_attention(
       window: keys further than this from the query (|query - key| >= window) are not seen; with
         causal False the window reaches both ways. None for no limit.
       scale: multiplies the scores.
-      implementation: "reference", "xla" or "pallas"; by default "pallas" on Hopper GPUs and "xla"
-        elsewhere. Where "pallas" does not do a shape, "xla" computes it and the log says why.
+      implementation: overrides what the platform decides; see `kernels.choice`.
 
     Returns:
       Mixed values, in q's dtype; zeros at empty rows and padding.
     """
-    implementation = implementation or _default()
-    if implementation == "pallas" and (reason := pallas.unsupported(q, k_block, k_pages)):
-        _log_once(f"block_attention falls back from pallas to xla: {reason}")
-        implementation = "xla"
-    compute = _IMPLEMENTATIONS[implementation]
+    compute = _IMPLEMENTATIONS[choose("block_attention", implementation, pallas.unsupported(q, k_block, k_pages))]
     return compute(
         q,
         k_block,
@@ -85,23 +72,3 @@ def block_attention(
         window=window,
         scale=scale,
     )
-
-
-def _default() -> Implementation:
-    """The fastest for the default backend, which is what a computation runs on unless it is told otherwise."""
-    if jax.default_backend() != "gpu":
-        return "xla"
-    device = jax.local_devices()[0]
-    capability = getattr(device, "compute_capability", "unknown")
-    if capability == "9.0":
-        return "pallas"
-    _log_once(
-        f"block_attention uses xla: its pallas kernel is for compute capability 9.0 (Hopper), "
-        f"and {device.device_kind} has {capability}"
-    )
-    return "xla"
-
-
-@functools.cache
-def _log_once(sentence: str) -> None:
-    _log.warning(sentence)

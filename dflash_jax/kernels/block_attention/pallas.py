@@ -18,7 +18,6 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels import mosaic
@@ -126,15 +125,7 @@ def _query_rows(q: Float[Array, "rows queries heads head_dim"], plan: Plan) -> A
     x = q.reshape(plan.rows, plan.queries, plan.kv_heads, plan.group, plan.head_dim).transpose(0, 2, 1, 3, 4)
     x = x.reshape(plan.rows, plan.kv_heads, -1, plan.head_dim)
     x = jnp.pad(x, ((0, 0), (0, 0), (0, plan.query_tiles * plan.tile_rows - x.shape[2]), (0, 0)))
-    if plan.terms == 1:
-        return x.reshape(-1, plan.head_dim)
-    terms = []
-    for _ in range(plan.terms):
-        # Not a cast there and back: XLA may take that for the identity.
-        term = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-        terms.append(term.astype(jnp.bfloat16))
-        x = x - term
-    return jnp.stack(terms).reshape(-1, plan.head_dim)
+    return mosaic.as_terms(x.reshape(-1, plan.head_dim), plan.terms).reshape(-1, plan.head_dim)
 
 
 def _padded(x: Float[Array, "rows queries kv_heads head_dim"], plan: Plan) -> Array:

@@ -191,7 +191,7 @@ def _mix(mixed, weights: Float[Array, "rows tokens"], values, term, count: Int[A
             mosaic.accumulate(x, [(short, values.at[:, pl.ds(start, width)])])
             for x, (start, width) in zip(mixed, plan.slabs, strict=True)
         )
-    terms = _terms(weights, plan.terms)
+    terms = mosaic.terms(weights, plan.terms)
     for index in range(plan.terms):
         _write_term(term, values, index, count, plan)
         mixed = tuple(
@@ -212,7 +212,7 @@ def _write_term(term, source, index: int, count: Int[Array, ""] | int, plan: Pla
     """Writes the index-th term of a float32 tile, rows from `count` on as zeros."""
     for start, width in plan.slabs:
         slab = pl.ds(start, width)
-        term[:, slab] = _terms(_rows_below(count, source[:, slab]), index + 1)[index]
+        term[:, slab] = mosaic.terms(_rows_below(count, source[:, slab]), index + 1)[index]
     plgpu.commit_smem()
 
 
@@ -240,12 +240,3 @@ def _zeros(shape: tuple[int, int]) -> Float[Array, "rows columns"]:
 def _rows_below(count: Int[Array, ""] | int, x: Array) -> Array:
     row = mosaic.with_layout(lax.broadcasted_iota(jnp.int32, x.shape, 0), plgpu.Layout.WGMMA)
     return jnp.where(row < count, x, jnp.zeros((), x.dtype))
-
-
-def _terms(x: Float[Array, "rows columns"], count: int) -> list[Array]:
-    """bfloat16 numbers that add up to x: 8 bits each, three of them the 24 of a float32."""
-    terms: list[Array] = []
-    for _ in range(count):
-        terms.append(x.astype(jnp.bfloat16))
-        x = x - terms[-1].astype(jnp.float32)
-    return terms

@@ -1,0 +1,51 @@
+"""The LM head followed by a choice of its best tokens, as one op, and the choice of what computes it."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.kernels.choice import Implementation, choose
+from dflash_jax.kernels.lm_head import pallas, xla
+
+_IMPLEMENTATIONS = {"reference": xla.best_tokens, "xla": xla.best_tokens, "pallas": pallas.best_tokens}
+
+
+def best_tokens(
+    hidden: Float[Array, "*batch hidden"],
+    weight: Float[Array, "inputs outputs"],
+    *,
+    tied: bool,
+    top_k: int,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*batch best"], Int[Array, "*batch best"]]:
+    """The `top_k` tokens of largest logit and their logits, best first; of equal ones the lowest ids.
+
+    Args:
+      hidden: final hidden states, normalised.
+      weight: [vocab, hidden] if tied, else [hidden, vocab].
+      tied: whether the head is the transposed embedding.
+      top_k: how many; 1 is the argmax.
+      multiplier: scales the logits.
+      softcap: caps them after that, to softcap * tanh(logits / softcap); None for no cap.
+      implementation: overrides what the platform decides; see `kernels.choice`. "pallas" writes no
+        logits to memory.
+    """
+    compute = _IMPLEMENTATIONS[_choice(hidden, weight, tied, top_k, implementation)]
+    return compute(hidden, weight, tied=tied, top_k=top_k, multiplier=multiplier, softcap=softcap)
+
+
+def writes_logits(
+    hidden: Float[Array, "*batch hidden"],
+    weight: Float[Array, "inputs outputs"],
+    *,
+    tied: bool,
+    implementation: Implementation | None = None,
+) -> bool:
+    """Whether the argmax by `best_tokens` writes all logits to memory, where others may as well use them."""
+    return _choice(hidden, weight, tied, 1, implementation) != "pallas"
+
+
+def _choice(hidden, weight, tied: bool, top_k: int, implementation: Implementation | None) -> Implementation:
+    return choose("best_tokens", implementation, pallas.unsupported(hidden, weight, tied=tied, top_k=top_k))
