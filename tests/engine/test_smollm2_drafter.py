@@ -1,4 +1,4 @@
-"""The drafter in the repository against the authors' package, which made the record (benchmarks/reference_record.py)."""
+"""The drafter in the repository against the record that the authors' package made (benchmarks/reference_record.py)."""
 
 from __future__ import annotations
 

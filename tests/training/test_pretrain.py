@@ -14,7 +14,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.target import lm_head
 from dflash_jax.settings import parse, read_settings
 from dflash_jax.training import TrainConfig, inputs, train
-from dflash_jax.training.config import UpdateSection, PretrainSection, RuleSection, TargetShape
+from dflash_jax.training.config import PretrainSection, RuleSection, TargetShape, UpdateSection
 from dflash_jax.training.dataset import open_dataset
 from dflash_jax.training.features import run_sequences
 from dflash_jax.training.pretrain import Texts, fresh_target_config, fresh_target_params, predict, pretrain
