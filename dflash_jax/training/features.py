@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.block_attention import Implementation
+from dflash_jax.kernels.choice import Implementation
 from dflash_jax.models.cache import Context, KeyValues
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.models.target import Extension, extend
