@@ -60,7 +60,7 @@ SHAPES = [
 
 
 def make_case(shape: Shape, seed: int = 0, whole: bool = False) -> dict[str, jax.Array]:
-    """Random arguments; if `whole`, small integers, whose logits are exact and often equal."""
+    """Random arguments; if `whole`, of so few small integers that logits are exact and mostly equal."""
     rng = np.random.default_rng(seed)
 
     def array(*dimensions, scale):
@@ -68,8 +68,11 @@ def make_case(shape: Shape, seed: int = 0, whole: bool = False) -> dict[str, jax
         return jnp.asarray(values, shape.dtype)
 
     head = (shape.vocab, shape.hidden) if shape.tied else (shape.hidden, shape.vocab)
+    hidden = array(shape.rows, shape.hidden, scale=1)
+    if whole:
+        hidden = hidden.at[:, rng.permutation(shape.hidden)[4:]].set(0)
     return {
-        "hidden": array(shape.rows, shape.hidden, scale=1),
+        "hidden": hidden,
         "weight": array(*head, scale=shape.hidden**-0.5),
     }
 
