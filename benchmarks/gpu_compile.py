@@ -15,6 +15,7 @@ Needs an environment of its own with JAX's CUDA plugin at the version the projec
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -25,7 +26,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 from jax.experimental import topologies
-from published_shapes import DRAFTS, abstract_models, abstract_state
+from published_shapes import DRAFTS, TARGET, abstract_models, abstract_state
 
 from dflash_jax.engine.steps import run_rounds
 
@@ -79,14 +80,22 @@ def compile_round(*, rows: int, num_pages: int, page_size: int, rounds: int, imp
 
 
 def describe(compiled, state) -> dict[str, int]:
-    """Launches (of both branches of a conditional, and of a loop's body once), bytes, and copies of pools."""
+    """Launches (of a loop's body once), bytes, and copies of pools.
+
+    `kernels` and `pallas` count both branches of a conditional, `always` and `logits_bytes` (float32 arrays
+    over the vocabulary) only what lies in no branch: what every round launches and writes, whoever samples.
+    """
     text = compiled.as_text()
     memory = compiled.memory_analysis()
     launches = Counter(_LAUNCHES.findall(_without_fused(text)))
+    always = _always(text)
+    logits = re.findall(rf"= f32\[([\d,]*\b{TARGET.vocab_size})\]\S* (?:fusion|custom-call|dot|copy)\(", always)
     pools = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves((state.target_pages, state.draft_pages))}
     copies = re.findall(r"\[([\d,]+)\][^=\n]* (?:copy|copy-start)\(", text)
     return {
         "kernels": launches.total(),
+        "always": len(_LAUNCHES.findall(always)),
+        "logits_bytes": sum(4 * math.prod(map(int, shape.split(","))) for shape in logits),
         "pallas": text.count('custom_call_target="mosaic_gpu'),
         "matmul": len(re.findall(r'custom_call_target="__cublas|"kind":"__triton\w*gemm', text)),
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
@@ -103,6 +112,20 @@ def _without_fused(text: str) -> str:
     return "\n".join(body for body in computations if body.split(" ", 1)[0] not in fused)
 
 
+def _always(text: str) -> str:
+    """The computations that run whatever the conditionals decide, without the bodies of fusions."""
+    bodies = {}
+    for body in re.split(r"\n(?=%|ENTRY)", _without_fused(text)):
+        bodies[body.removeprefix("ENTRY ").split(" ", 1)[0]] = body
+    reached, to_visit = {}, [name for name, body in bodies.items() if body.startswith("ENTRY")]
+    while to_visit:
+        name = to_visit.pop()
+        if name in bodies and name not in reached:
+            reached[name] = bodies[name]
+            to_visit += re.findall(r"(?:body|condition|calls)=(%[\w.\-]+)", bodies[name])
+    return "\n".join(reached.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
@@ -111,9 +134,13 @@ def main() -> int:
     middle = arguments.rows[len(arguments.rows) // 2]
     # Several rounds in one dispatch are a loop, which is where XLA is tempted to copy; plain XLA to compare with.
     cases = [("pallas", rows, 1) for rows in arguments.rows] + [("pallas", middle, 4), ("xla", middle, 1)]
-    columns = ("kernels", "pallas", "matmul", "pool_copies")
-    print("| attention | rows | rounds | pages | " + " | ".join(columns) + " | donated / state GB | temporary MB |")
-    print("|---" * (len(columns) + 6) + "|")
+    columns = ("kernels", "always", "pallas", "matmul", "pool_copies")
+    print(
+        "| kernels of | rows | rounds | pages | "
+        + " | ".join(columns)
+        + " | donated / state GB | logits MB | temporary MB |"
+    )
+    print("|---" * (len(columns) + 7) + "|")
     wrong = []
     for implementation, rows, rounds in cases:
         temporary = {}
@@ -131,7 +158,7 @@ def main() -> int:
                 f"| {implementation} | {rows} | {rounds} | {num_pages} | "
                 + " | ".join(str(found[column]) for column in columns)
                 + f" | {found['donated_bytes'] / 1e9:.3f} / {found['state_bytes'] / 1e9:.3f}"
-                + f" | {found['temporary_bytes'] / 1e6:.1f} |",
+                + f" | {found['logits_bytes'] / 1e6:.1f} | {found['temporary_bytes'] / 1e6:.1f} |",
                 flush=True,
             )
             case = f"{implementation}, {rows} rows, {rounds} rounds, {num_pages} pages"

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.kernels import choice, mosaic
-from dflash_jax.kernels.selector import select_path
+from dflash_jax.kernels.selector import pallas, select_path
 from dflash_jax.kernels.selector.xla import edge_scores
 
 LONG = settings.default.max_examples > 100
@@ -197,13 +197,19 @@ def test_pallas_lowers_for_cuda(shape):
         ({"drafts": 16, "rank": 256}, "codes of 16 positions"),
     ],
 )
-def test_unsupported_shapes_fall_back_to_xla_and_say_why(change, reason, caplog):
-    shape = dataclasses.replace(SHAPES[0], **change)
+def test_unsupported_shapes_have_a_reason(change, reason):
+    arguments = make_case(dataclasses.replace(SHAPES[0], **change), [0.0, 0.7])
+    names = ("tokens", "gate", "predecessor_codebook", "successor_codebook")
+    assert reason in pallas.unsupported(*(arguments[name] for name in names))
+
+
+def test_unsupported_shapes_fall_back_to_xla_and_say_why(caplog):
+    shape = dataclasses.replace(SHAPES[0], rank=8)
     arguments = make_case(shape, [0.0, 0.7])
     choice.log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         path, probs = _jitted("pallas", shape)(arguments)
-    assert len(caplog.records) == 1 and reason in caplog.text
+    assert len(caplog.records) == 1 and "select_path falls back from pallas to xla: rank 8" in caplog.text
     expected = _jitted("xla", shape)(arguments)
     np.testing.assert_array_equal(path, expected[0])
     np.testing.assert_array_equal(probs, expected[1])
