@@ -307,7 +307,7 @@ MUTANTS = (
         (
             (
                 "kernels/block_attention/xla.py",
-                "        values = jnp.where(keep, values, 0).astype(jnp.float32)\n",
+                "        values = jnp.where(exists[..., None, None], values, 0).astype(jnp.float32)\n",
                 "        values = values.astype(jnp.float32)\n",
             ),
         ),
