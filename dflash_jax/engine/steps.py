@@ -90,6 +90,9 @@ def prefill(
     anchor = jnp.where(known_next < 0, verdict.next_token, known_next)
     produced, stopped = _cut(slots, slot, anchor[:, None], sampled.astype(jnp.int32))
     finished = sampled & (stopped | (slots.tokens_left[slot] - produced <= 0))
+    # The last layer's attention reads the pages that are written here. Its keys and values are there before it,
+    # so without a token to wait for, XLA could write first, and would copy all pages to be able to.
+    count = jnp.where(verdict.next_token >= 0, count, 0)
     state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)
     state = _update(state, jnp.where(ends, idx_mapping, -1), anchor=anchor, decoding=ends, finished=finished)
     state = _update(state, jnp.where(sampled, idx_mapping, -1), tokens_left=slots.tokens_left[slot] - produced)

@@ -109,6 +109,7 @@ class LossSection(Section):
     Attributes:
       gamma: decay along the block; the papers' for the block size when absent.
       selector_weight: weight of the selector's cross-entropy.
+      soft: share of the labels that is the target's whole distribution; the rest is the token it chose.
       unseen: whether tokens that never occur in the data take part in the softmax.
       frequent: the most frequent tokens, in every step's softmax; null for all.
       drawn: how many of the other tokens each step draws.
@@ -116,6 +117,7 @@ class LossSection(Section):
 
     gamma: Annotated[float, Field(gt=0)] | None = None
     selector_weight: Annotated[float, Field(ge=0)] = 1.0
+    soft: Fraction = 0.0
     unseen: bool = True
     frequent: Positive | None = None
     drawn: Annotated[int, Field(ge=0)] = 0

@@ -64,7 +64,10 @@ class FeatureExtractor:
     def __call__(
         self, tokens: Int[np.ndarray, " tokens"], layers: tuple[int, ...]
     ) -> Float[np.ndarray, "tokens features"]:
-        """Hidden states after the layers, concatenated in their order."""
+        """Hidden states after the layers, concatenated in their order.
+
+        The number of the target's layers, where it is the last of them, stands for its final, normalised ones.
+        """
         # Padding at the end changes nothing before it: the target is causal.
         padded = np.pad(tokens, (0, -len(tokens) % _BUCKET))
         params, config = up_to_layer(self._params, self._config, max(layers))
@@ -73,7 +76,9 @@ class FeatureExtractor:
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def _features(params, config, tokens, layers):
-    return run_sequences(params, config, tokens, layers).features
+    inner = tuple(layer for layer in layers if layer < config.num_layers)
+    run = run_sequences(params, config, tokens, inner)
+    return run.features if inner == layers else jnp.concatenate([run.features, run.hidden], axis=-1)
 
 
 def fingerprint(params: TargetParams, config: TargetConfig) -> str:

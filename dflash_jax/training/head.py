@@ -72,6 +72,8 @@ def head_loss(
     rows: HeadRows,
     labels: Int[Array, " positions"],
     weights: Float[Array, " positions"],
+    teacher: Float[Array, "positions hidden"] | None = None,
+    soft: float = 0.0,
 ) -> tuple[Float[Array, ""], HeadOutput]:
     """Weighted sum of cross-entropies, and the candidates.
 
@@ -86,22 +88,25 @@ def head_loss(
       rows: which of its rows the softmax runs over.
       labels: the true tokens.
       weights: of each position; 0 leaves it out.
+      teacher: the target's final hidden states at each position, whose distribution over the same rows is
+        learned from too; no gradient reaches them.
+      soft: the share of the loss that it takes.
     """
-    return _head_loss(config, top_k, hidden, matrix, rows, labels, weights)
+    return _head_loss(config, top_k, soft, hidden, matrix, rows, labels, weights, teacher)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _head_loss(config, top_k, hidden, matrix, rows, labels, weights):
-    return _run(config, top_k, hidden, matrix, rows, labels, weights, with_gradient=False)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _head_loss(config, top_k, soft, hidden, *constants):
+    return _run(config, top_k, soft, hidden, *constants, with_gradient=False)[:2]
 
 
-def _forward(config, top_k, hidden, matrix, rows, labels, weights):
-    loss, output, gradient = _run(config, top_k, hidden, matrix, rows, labels, weights, with_gradient=True)
-    return (loss, output), (gradient, matrix, rows, labels, weights)
+def _forward(config, top_k, soft, hidden, *constants):
+    loss, output, gradient = _run(config, top_k, soft, hidden, *constants, with_gradient=True)
+    return (loss, output), (gradient, constants)
 
 
-def _backward(config, top_k, residuals, cotangents):
-    gradient, *constants = residuals
+def _backward(config, top_k, soft, residuals, cotangents):
+    gradient, constants = residuals
     # Only the loss is differentiated: nll and candidates are reports.
     scaled = (gradient * cotangents[0]).astype(gradient.dtype)
     return scaled, *(None for _ in constants)
@@ -110,7 +115,7 @@ def _backward(config, top_k, residuals, cotangents):
 _head_loss.defvjp(_forward, _backward)
 
 
-def _run(config, top_k, hidden, matrix, rows, labels, weights, *, with_gradient):
+def _run(config, top_k, soft, hidden, matrix, rows, labels, weights, teacher, *, with_gradient):
     chosen = matrix[rows.tokens]
     products = mixed_products if matrix.dtype == jnp.bfloat16 else lambda x, table: x @ table.T
     place = jnp.full(matrix.shape[0], -1, jnp.int32).at[rows.tokens].set(jnp.arange(len(rows.tokens), dtype=jnp.int32))
@@ -119,17 +124,30 @@ def _run(config, top_k, hidden, matrix, rows, labels, weights, *, with_gradient)
     padding = -positions % chunk
 
     def one_chunk(args):
-        hidden, labels, weights = args
-        column, label_rows = place[labels], matrix[labels]
+        hidden, labels, weights, teacher = args
+        label_rows = matrix[labels].astype(hidden.dtype)
+        is_label = jnp.arange(chosen.shape[0]) == place[labels][:, None]
+
+        def split(hidden):
+            """Products with the rows and, as it may be none of them, with the label's own."""
+            return products(hidden, chosen), jnp.einsum("nh,nh->n", hidden, label_rows)
+
+        def log_normaliser(logits, own):
+            others = jnp.where(is_label, -jnp.inf, logits + rows.log_weight)
+            return jnp.logaddexp(jax.nn.logsumexp(others, axis=-1), own)
 
         def loss(hidden):
-            logits = scale_logits(products(hidden, chosen), config)
-            own = jnp.einsum("nh,nh->n", hidden, label_rows.astype(hidden.dtype))
-            own = scale_logits(own, config)
-            is_label = jnp.arange(chosen.shape[0]) == column[:, None]
-            others = jax.nn.logsumexp(jnp.where(is_label, -jnp.inf, logits + rows.log_weight), axis=-1)
-            nll = jnp.logaddexp(others, own) - own
-            return jnp.sum(nll * weights), (nll, logits)
+            logits, own = (scale_logits(x, config) for x in split(hidden))
+            total = log_normaliser(logits, own)
+            nll = wrong = total - own
+            if teacher is not None:
+                wanted, wanted_own = split(teacher)
+                wanted_total = log_normaliser(wanted, wanted_own)
+                shares = jnp.exp(wanted + rows.log_weight - wanted_total[:, None])
+                expected = jnp.sum(jnp.where(is_label, 0.0, shares * logits), axis=-1)
+                expected += jnp.exp(wanted_own - wanted_total) * own
+                wrong = (1 - soft) * nll + soft * (total - expected)
+            return jnp.sum(wrong * weights), (nll, logits)
 
         if with_gradient:
             (value, (nll, logits)), gradient = jax.value_and_grad(loss, has_aux=True)(hidden)
@@ -140,8 +158,9 @@ def _run(config, top_k, hidden, matrix, rows, labels, weights, *, with_gradient)
 
     padded = [
         jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])
-        for x in (hidden, labels, weights)
+        for x in (hidden, labels, weights, *(() if teacher is None else (teacher,)))
     ]
-    value, nll, candidates, gradient = jax.lax.map(one_chunk, tuple(padded))
+    chunks = (*padded, None) if teacher is None else tuple(padded)
+    value, nll, candidates, gradient = jax.lax.map(one_chunk, chunks)
     output = HeadOutput(nll.reshape(-1)[:positions], candidates.reshape(-1, top_k)[:positions])
     return value.sum(), output, None if gradient is None else gradient.reshape(-1, gradient.shape[-1])[:positions]

@@ -61,6 +61,7 @@ def draft_loss(
     *,
     gamma: float,
     selector_weight: float,
+    soft: float = 0.0,
 ) -> tuple[Float[Array, ""], Tally]:
     """Sum over positions of what is minimised, not divided by `Tally.weight`, and the tally.
 
@@ -72,6 +73,7 @@ def draft_loss(
       rows: rows of the LM head for the softmax and the candidates.
       gamma: decay of the weights along the block.
       selector_weight: what the selector's cross-entropy counts for beside the other.
+      soft: share of the labels, in both, that is the target's distribution; `batch.final` gives it.
     """
     blocks, exists = block_labels(batch.tokens, batch.lengths, anchors, config.block_size)
     hidden = block_hidden(params, config, vocabulary.embedding, batch.features, anchors.positions, blocks[..., 0])[
@@ -82,8 +84,9 @@ def draft_loss(
     labels, predecessors = blocks[..., 1:].reshape(-1), blocks[..., :-1].reshape(-1)
     weights = (exists * position_weights(shape[-1], gamma)).reshape(-1)
     top_k = 1 if config.selector is None else config.selector.top_k
+    teacher = None if soft == 0 else _before_labels(batch, anchors, shape[-1])
     with jax.named_scope("head"):
-        loss, output = head_loss(config, top_k, hidden, vocabulary.head, rows, labels, weights)
+        loss, output = head_loss(config, top_k, hidden, vocabulary.head, rows, labels, weights, teacher, soft)
 
     match = output.candidates == labels[:, None]
     best, recalled = match[:, 0], match.any(-1)
@@ -91,8 +94,12 @@ def draft_loss(
     if params.selector is not None:
         with jax.named_scope("selector"):
             scores = selector_scores(params.selector, config, vocabulary.head, hidden, predecessors, output.candidates)
-            nll = jax.nn.logsumexp(scores, -1) - jnp.sum(jnp.where(match, scores, 0.0), -1)
-            selector_loss = jnp.sum(jnp.where(recalled, nll, 0.0) * weights)
+            surprise = jax.nn.logsumexp(scores, -1, keepdims=True) - scores
+            losses = (1 - soft) * jnp.sum(jnp.where(match, surprise, 0.0), -1)
+            if teacher is not None:
+                wanted = jax.nn.softmax(_products(teacher, vocabulary.head, output.candidates))
+                losses += soft * jnp.sum(wanted * surprise, -1)
+            selector_loss = jnp.sum(losses * weights)
             chosen = jnp.take_along_axis(match, jnp.argmax(scores, -1)[:, None], axis=-1)[:, 0]
     total = loss + selector_weight * selector_loss
     best, recalled, chosen = (x.reshape(shape) for x in (best, recalled, chosen))
@@ -109,10 +116,27 @@ def selector_scores(
     candidates: Int[Array, "positions candidates"],
 ) -> Float[Array, "positions candidates"]:
     """S(a, b) of each position's candidates b after its predecessor a; see `select_path`."""
-    products = jnp.einsum("nh,nkh->nk", hidden, head[candidates].astype(hidden.dtype))
+    products = _products(hidden, head, candidates)
     gated = selector.predecessor_codebook[predecessors] * (hidden @ selector.hidden_projection)
     edges = jnp.einsum("nr,nkr->nk", gated, selector.successor_codebook[candidates], preferred_element_type=jnp.float32)
     return scale_logits(products, config) + edges
+
+
+def _before_labels(batch: Batch, anchors: Anchors, drafts: int) -> Float[Array, "positions hidden"]:
+    """The target's final hidden states that each drafted position's label was chosen from."""
+    assert batch.final is not None
+    places = anchors.positions[..., None] + jnp.arange(drafts)
+    rows = jnp.arange(places.shape[0])[:, None, None]
+    final = batch.final[rows, jnp.minimum(places, batch.final.shape[1] - 1)]
+    return final.reshape(-1, final.shape[-1]).astype(jnp.float32)
+
+
+def _products(
+    hidden: Float[Array, "positions hidden"],
+    head: Float[Array, "vocab hidden"],
+    tokens: Int[Array, "positions candidates"],
+) -> Float[Array, "positions candidates"]:
+    return jnp.einsum("nh,nkh->nk", hidden, head[tokens].astype(hidden.dtype))
 
 
 def _tally(

@@ -42,15 +42,17 @@ class Run:
         """Sequences and their features, padded."""
         sequences = [self.dataset.sequence(index) for index in indices]
         length = self.dataset.max_length
-        features = [self.features.read(index) for index in indices]
-        padded = np.zeros((len(indices), length, features[0].shape[1]), features[0].dtype)
+        states = [self.features.read(index) for index in indices]
+        padded = np.zeros((len(indices), length, states[0].shape[1]), states[0].dtype)
         tokens = np.zeros((len(indices), length), np.int32)
-        for row, (sequence, states) in enumerate(zip(sequences, features, strict=True)):
+        for row, (sequence, of_sequence) in enumerate(zip(sequences, states, strict=True)):
             tokens[row, : len(sequence.tokens)] = sequence.tokens
-            padded[row, : len(states)] = states
+            padded[row, : len(of_sequence)] = of_sequence
         prompt_lens = np.asarray([sequence.prompt_len for sequence in sequences], np.int32)
         lengths = np.asarray([len(sequence.tokens) for sequence in sequences], np.int32)
-        return Batch(*(jnp.asarray(x) for x in (tokens, prompt_lens, lengths, padded)))
+        features, final = np.split(padded, [len(self.scale)], axis=-1)
+        batch = Batch(*(jnp.asarray(x) for x in (tokens, prompt_lens, lengths, features)))
+        return batch if self.config.loss.soft == 0 else batch.replace(final=jnp.asarray(final))
 
     def export(self, params: DraftParams) -> DraftParams:
         """Weights of a state as those of a draft for raw features."""
@@ -136,12 +138,15 @@ def _open_features(
     config: TrainConfig, target: LoadedTarget, draft: DraftConfig, dataset: Dataset, target_fingerprint: str
 ) -> Features:
     extractor = FeatureExtractor(target.params, target.config, config.dtype)
+    layers = draft.target_layer_ids
+    if config.loss.soft:
+        layers = (*layers, target.config.num_layers)
     if config.data.features is None:
-        return Features(dataset, extractor, draft.target_layer_ids)
+        return Features(dataset, extractor, layers)
     return CachedFeatures(
         dataset,
         extractor,
-        draft.target_layer_ids,
+        layers,
         directory=config.data.features,
         target=target_fingerprint,
         hidden=target.config.hidden_size,
@@ -152,10 +157,11 @@ def _open_features(
 def _measure_scale(
     config: TrainConfig, draft: DraftConfig, dataset: Dataset, features: Features
 ) -> Float[np.ndarray, " features"]:
+    width = draft.hidden_size * len(draft.target_layer_ids)
     if config.init.fc == "plain" and config.draft.path is None:
-        return np.ones(draft.hidden_size * len(draft.target_layer_ids), np.float32)
+        return np.ones(width, np.float32)
     chosen = Order(dataset, config.seed, config.init.feature_sequences).sequences(0)
-    return feature_scale([features.read(index) for index in chosen])
+    return feature_scale([features.read(index)[:, :width] for index in chosen])
 
 
 def build_features(config: TrainConfig, report_progress: Callable[[int, int], None] = lambda done, total: None) -> None:

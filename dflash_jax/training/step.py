@@ -64,6 +64,7 @@ def make_train_step(
                 rows,
                 gamma=gamma,
                 selector_weight=loss.selector_weight,
+                soft=loss.soft,
             )
             return total / jnp.maximum(weight, 1e-9), tally
 

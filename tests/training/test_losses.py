@@ -34,7 +34,8 @@ def the_batch(pair: str) -> Batch:
     tokens = jnp.asarray(np.stack([sequence.tokens for sequence in sequences(2, 40, seed=4)]))
     width = of.draft_config.hidden_size * len(of.draft_config.target_layer_ids)
     features = jax.random.normal(jax.random.key(1), (2, 40, width))
-    return Batch(tokens, jnp.array([11, 11], jnp.int32), jnp.array(LENGTHS, jnp.int32), features)
+    final = jax.random.normal(jax.random.key(2), (2, 40, of.draft_config.hidden_size))
+    return Batch(tokens, jnp.array([11, 11], jnp.int32), jnp.array(LENGTHS, jnp.int32), features, final)
 
 
 def plain_block(params, config, embedding, features, anchor, token):
@@ -89,8 +90,8 @@ def plain_block(params, config, embedding, features, anchor, token):
     return rms_norm(x, params.norm, config.rms_norm_eps)
 
 
-def plain_block_loss(params, config, vocabulary, tokens, length, features, anchor):
-    """The objective of one anchor as the papers word it."""
+def plain_block_loss(params, config, vocabulary, tokens, length, features, final, anchor, soft):
+    """The objective of one anchor as the papers word it, with part of each label spread as the target would."""
     hidden = plain_block(params, config, vocabulary.embedding, features, anchor, tokens[anchor])
     total = 0.0
     for i in range(1, config.block_size):
@@ -99,25 +100,35 @@ def plain_block_loss(params, config, vocabulary, tokens, length, features, ancho
             logits = config.final_logit_softcap * jnp.tanh(logits / config.final_logit_softcap)
         # The sequences' padding is never a label: `length` stops it.
         label, previous = tokens[anchor + i], tokens[anchor + i - 1]
-        loss = -jax.nn.log_softmax(logits)[label]
+        teacher = vocabulary.head @ final[anchor + i - 1]
+        wanted = (1 - soft) * jax.nn.one_hot(label, len(logits)) + soft * jax.nn.softmax(teacher)
+        loss = -jnp.sum(wanted * jax.nn.log_softmax(logits))
         if (selector := params.selector) is not None:
             is_candidate = logits >= jnp.sort(logits)[-config.selector.top_k]
             gate = hidden[i] @ selector.hidden_projection
             edges = selector.successor_codebook @ (selector.predecessor_codebook[previous] * gate)
             scores = jnp.where(is_candidate, logits + edges, -jnp.inf)
-            chosen = -jax.nn.log_softmax(scores)[label]
-            loss += SELECTOR_WEIGHT * jnp.where(is_candidate[label], chosen, 0.0)
+            surprise = jnp.where(is_candidate, -jax.nn.log_softmax(scores), 0.0)
+            spread = jax.nn.softmax(jnp.where(is_candidate, teacher, -jnp.inf))
+            loss += SELECTOR_WEIGHT * ((1 - soft) * surprise[label] + soft * jnp.sum(spread * surprise))
         total += jnp.where(anchor + i < length, math.exp(-(i - 1) / GAMMA) * loss, 0.0)
     return total
 
 
-def plain_loss(config, vocabulary, batch, anchors):
+def plain_loss(config, vocabulary, batch, anchors, soft):
     """Its value and gradient over all anchors, one after the other."""
     one = jax.jit(jax.value_and_grad(plain_block_loss), static_argnums=1)
 
     def at(params):
         results = [
-            one(params, config, vocabulary, batch.tokens[row], batch.lengths[row], batch.features[row], anchor)
+            one(
+                params,
+                config,
+                vocabulary,
+                *(x[row] for x in (batch.tokens, batch.lengths, batch.features, batch.final)),
+                anchor,
+                soft,
+            )
             for row in range(batch.tokens.shape[0])
             for anchor, valid in zip(anchors.positions[row], anchors.valid[row], strict=True)
             if valid
@@ -127,13 +138,15 @@ def plain_loss(config, vocabulary, batch, anchors):
     return at
 
 
-def fast_loss(params, config, vocabulary, batch, anchors, rows=None):
+def fast_loss(params, config, vocabulary, batch, anchors, rows=None, soft=0.0):
     rows = all_rows(config.vocab_size) if rows is None else rows
-    return draft_loss(params, config, vocabulary, batch, anchors, rows, gamma=GAMMA, selector_weight=SELECTOR_WEIGHT)
+    weights = {"gamma": GAMMA, "selector_weight": SELECTOR_WEIGHT, "soft": soft}
+    return draft_loss(params, config, vocabulary, batch, anchors, rows, **weights)
 
 
+@pytest.mark.parametrize("soft", [0.0, 0.7])
 @pytest.mark.parametrize("pair", PAIRS)
-def test_loss_and_gradients_are_those_of_the_plain_implementation(pair, monkeypatch):
+def test_loss_and_gradients_are_those_of_the_plain_implementation(pair, soft, monkeypatch):
     # Several chunks, the last one padded.
     monkeypatch.setattr(head, "_CHUNK_LOGITS", 64 * 16)
     of, batch = models(pair), the_batch(pair)
@@ -141,9 +154,9 @@ def test_loss_and_gradients_are_those_of_the_plain_implementation(pair, monkeypa
 
     def fast(params):
         # The factor is for the hand-written backward passes, which must pass one on.
-        return 3.0 * fast_loss(params, of.draft_config, vocabulary, batch, ANCHORS)[0]
+        return 3.0 * fast_loss(params, of.draft_config, vocabulary, batch, ANCHORS, soft=soft)[0]
 
-    plain = plain_loss(of.draft_config, vocabulary, batch, ANCHORS)(of.draft)
+    plain = plain_loss(of.draft_config, vocabulary, batch, ANCHORS, soft)(of.draft)
     expected, expected_gradient = jax.tree.map(lambda x: 3.0 * x, plain)
     found, found_gradient = jax.jit(jax.value_and_grad(fast))(of.draft)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
@@ -203,6 +216,22 @@ def test_a_drawn_row_counts_for_those_it_stands_for_but_a_label_for_itself():
     np.testing.assert_allclose(output.nll[0], -np.log(e[0, 7] / (e[0, 1] + e[0, 7])), rtol=1e-5)
     np.testing.assert_allclose(output.nll[1], -np.log(e[1, 1] / (e[1, 1] + 5 * e[1, 7])), rtol=1e-5)
     np.testing.assert_allclose(output.nll[4], -np.log(e[4, 2] / (e[4, 1] + 5 * e[4, 7] + e[4, 2])), rtol=1e-5)
+
+
+def test_a_soft_label_is_the_targets_distribution_over_the_same_rows():
+    config, hidden, matrix, labels, weights = head_case()
+    teacher = jax.random.normal(jax.random.key(9), hidden.shape)
+    rows = HeadRows(jnp.array([1, 7, 9], jnp.int32), jnp.array([0.0, 0.0, math.log(5.0)]))
+    loss, _ = head_loss(config, 1, hidden, matrix, rows, labels, weights, teacher, 1.0)
+    expected = 0.0
+    for i, label in enumerate(labels.tolist()):
+        # What a drawn row stands for is spread evenly over as many tokens; a label stands for itself.
+        copies = {1: 1.0, 7: 1.0, 9: 5.0, label: 1.0}
+        e, wanted = (np.exp(np.asarray(x[i] @ matrix.T, np.float64)) for x in (hidden, teacher))
+        total, wanted_total = (sum(count * x[token] for token, count in copies.items()) for x in (e, wanted))
+        shares = {token: count * wanted[token] / wanted_total for token, count in copies.items()}
+        expected -= float(weights[i]) * sum(share * np.log(e[token] / total) for token, share in shares.items())
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 def test_weights_fall_along_the_block():
