@@ -7,6 +7,7 @@ prompts' next chunks, and the decoding slots' next rounds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 
@@ -93,6 +94,10 @@ class Core:
         if self.k >= longest:
             raise ConfigError(f"draft.k is {self.k}; it must be below engine.max_model_len {longest}")
 
+    @functools.cached_property
+    def _turned_head(self) -> Models:
+        return device.turned_head(self.models)
+
     @property
     def has_work(self) -> bool:
         """Whether any request is in flight."""
@@ -173,7 +178,7 @@ class Core:
     def _prefill(self, rows: Rows, first_row: int, chunks: tuple[Chunk, ...], width: int) -> tuple[np.ndarray, Report]:
         part = device.part(rows, first_row, len(chunks), scheduler.bucket(len(chunks), 1, self.config.max_slots))
         mapping = np.array(part.idx_mapping)
-        run = device.run_prefill_donated if self.config.donate else device.run_prefill
+        run = device.prefill_program(donate=self.config.donate)
         self.state, report = run(
             self.models,
             self.state.replace(rows=part),
@@ -185,11 +190,13 @@ class Core:
     def _decode(self, rows: Rows, count: int) -> tuple[np.ndarray, Report]:
         part = device.part(rows, 0, count, scheduler.bucket(count, 1, self.config.max_slots))
         mapping = np.array(part.idx_mapping)
-        run = device.run_decode_donated if self.config.donate else device.run_decode
+        drafts = self.k if any(p.decoding and self._speculates(p) for p in self.host.running) else 0
+        own_products = device.own_products(self.models, len(mapping) * (1 + drafts))
+        run = device.decode_program(donate=self.config.donate, own_products=own_products)
         self.state, report = run(
-            self.models,
+            self._turned_head if own_products else self.models,
             self.state.replace(rows=part),
-            drafts=self.k if any(p.decoding and self._speculates(p) for p in self.host.running) else 0,
+            drafts=drafts,
             rounds=self.config.rounds_per_step,
             implementation=self.implementation,
         )

@@ -2,24 +2,68 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.engine import rows as row_ops
 from dflash_jax.engine.request import Progress
 from dflash_jax.engine.scheduler import Chunk
-from dflash_jax.engine.state import MAX_STOP_TOKENS, Rows, Slots
+from dflash_jax.engine.state import MAX_STOP_TOKENS, Models, Rows, Slots
 from dflash_jax.engine.steps import prefill, run_rounds
 from dflash_jax.sampling import Sampler
 
-_STATIC = ("drafts", "rounds", "implementation")
+# XLA hands products on CPUs to YNNPACK, which takes nearly twice as long as XLA's own code over the 2 to 6
+# rows of a block, and is the faster of the two for more.
+_OWN_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+_MOST_OWN_ROWS = 6
 
-run_prefill = jax.jit(prefill, static_argnames=("implementation",))
-run_prefill_donated = jax.jit(prefill, static_argnames=("implementation",), donate_argnames=("state",))
-run_decode = jax.jit(run_rounds, static_argnames=_STATIC)
-run_decode_donated = jax.jit(run_rounds, static_argnames=_STATIC, donate_argnames=("state",))
+
+@functools.cache
+def prefill_program(*, donate: bool) -> Callable:
+    """`prefill`, compiled; with `donate` its state's memory is used again."""
+    return jax.jit(prefill, static_argnames=("implementation",), donate_argnames=("state",) if donate else ())
+
+
+@functools.cache
+def decode_program(*, donate: bool, own_products: bool) -> Callable:
+    """`run_rounds`, compiled; `own_products` as of the function of that name."""
+    return jax.jit(
+        run_rounds,
+        static_argnames=("drafts", "rounds", "implementation"),
+        donate_argnames=("state",) if donate else (),
+        compiler_options=_OWN_PRODUCTS if own_products else None,
+    )
+
+
+def own_products(models: Models, rows: int) -> bool:
+    """Whether products of that many rows are faster in XLA's own code than in the library it calls by default."""
+    single = models.target.embedding.dtype == jnp.float32 and (
+        models.target.lm_head is None or models.target.lm_head.dtype == jnp.float32
+    )
+    return jax.default_backend() == "cpu" and single and 1 < rows <= _MOST_OWN_ROWS and _knows_own_products()
+
+
+@functools.cache
+def _knows_own_products() -> bool:
+    try:
+        jax.jit(lambda x: x, compiler_options=_OWN_PRODUCTS).lower(0.0).compile()
+    except jax.errors.JaxRuntimeError:
+        # The option is XLA's to rename.
+        return False
+    return True
+
+
+def turned_head(models: Models) -> Models:
+    """The models with a copy of a tied LM head as XLA's own products need it: a column per token."""
+    if models.target.lm_head is not None:
+        return models
+    return models.replace(target=models.target.replace(lm_head=models.target.embedding.T.copy()))
+
 
 condense = jax.jit(row_ops.condense)
 split = jax.jit(row_ops.split)

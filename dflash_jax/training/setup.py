@@ -52,7 +52,7 @@ class Run:
         lengths = np.asarray([len(sequence.tokens) for sequence in sequences], np.int32)
         features, final = np.split(padded, [len(self.scale)], axis=-1)
         batch = Batch(*(jnp.asarray(x) for x in (tokens, prompt_lens, lengths, features)))
-        return batch if self.config.loss.soft == 0 else batch.replace(final=jnp.asarray(final))
+        return batch if self.config.loss.soft == 0 else dataclasses.replace(batch, final=jnp.asarray(final))
 
     def export(self, params: DraftParams) -> DraftParams:
         """Weights of a state as those of a draft for raw features."""

@@ -356,7 +356,7 @@ def test_an_exception_in_a_step_loses_no_request(monkeypatch):
         raise MemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dflash_jax.engine.device.run_decode_donated", broken)
+        patch.setattr("dflash_jax.engine.device.decode_program", lambda **_: broken)
         with pytest.raises(MemoryError):
             served.step()
     served.add_request(prompts(PAIR)[0], SAMPLING, request_id="meanwhile")

@@ -40,5 +40,7 @@ def best_tokens(
         # Some backends make a sort over the vocabulary of the other.
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)[..., None]
         return jnp.take_along_axis(logits, tokens, axis=-1), tokens
-    values, tokens = jax.lax.top_k(logits, top_k)
+    # With more dimensions than two, XLA makes a sort over the vocabulary of it on CPUs.
+    found = jax.lax.top_k(logits.reshape(-1, logits.shape[-1]), top_k)
+    values, tokens = (x.reshape(*logits.shape[:-1], top_k) for x in found)
     return values, tokens.astype(jnp.int32)
