@@ -127,7 +127,7 @@ def main() -> None:
     passes = told("bare forward and backward", fastest(lambda: bare(params), options.steps))
 
     training = OptimiserSection(steps=1000, sequences=count, anchors=options.anchors)
-    optimiser = make_optimiser(training)
+    optimiser = make_optimiser(training, options.dtype)
     step = make_train_step(config, options.dtype, LossSection(), training, optimiser)
     held = [initial_state(params, optimiser, key)]
     scale = jnp.ones(batch.features.shape[-1])

@@ -36,7 +36,7 @@ def export_draft(config: TrainConfig, directory: str | Path, dtype: str = "bfloa
         key = jax.random.key(config.seed)
         if start is None:
             start = fresh_params(key, draft_config, config.init, target.params, target.config)
-        like = initial_state(start, make_optimiser(config.optimiser), key)
+        like = initial_state(start, make_optimiser(config.optimiser, config.dtype), key)
         state = store.restore(like)
         save_draft(directory, draft_config, unscale_features(state.params, jnp.asarray(store.load_scale())), dtype)
         return step

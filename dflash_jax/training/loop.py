@@ -68,7 +68,9 @@ def train(config: TrainConfig) -> Trained:
 
 def _loop(run: Run, store: RunStore) -> Trained:
     config, section = run.config, run.config.optimiser
-    train_step = make_train_step(run.draft_config, config.dtype, config.loss, section, make_optimiser(section))
+    train_step = make_train_step(
+        run.draft_config, config.dtype, config.loss, section, make_optimiser(section, config.dtype)
+    )
     order = Order(run.dataset, config.seed, section.sequences)
     plan = plan_rows(
         run.dataset.counts, unseen=config.loss.unseen, frequent=config.loss.frequent, drawn=config.loss.drawn

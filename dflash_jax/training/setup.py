@@ -88,7 +88,7 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
         params = fresh_params(jax.random.fold_in(key, 1), draft_config, config.init, target.params, target.config)
     else:
         params = scale_features(start, scale)
-    state = initial_state(params, make_optimiser(config.optimiser), jax.random.fold_in(key, 2))
+    state = initial_state(params, make_optimiser(config.optimiser, config.dtype), jax.random.fold_in(key, 2))
     return Run(config, target, draft_config, dataset, features, borrow(target.params, config.dtype), scale, state)
 
 
