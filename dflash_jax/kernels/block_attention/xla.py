@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_CHUNK_TOKENS = 64
 _TILE_ROWS = 8
+# Keys of a chunk, over all rows of a tile: enough for a step of the loop to be worth it, few enough for a cache.
+_CHUNK_KEYS = 512
+_CHUNK_TOKENS = 256
 _MASKED = -1e30
 
 
@@ -59,7 +61,7 @@ def _attend(q, k_block, v_block, table, context, q_len, *, k_pages, v_pages, lay
     rows, queries, heads, head_dim = q.shape
     num_layers, num_pages, page_size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
-    chunk_pages = min(max(1, _CHUNK_TOKENS // page_size), table.shape[1])
+    chunk_pages = min(max(1, min(_CHUNK_KEYS // rows, _CHUNK_TOKENS) // page_size), table.shape[1])
     chunk = chunk_pages * page_size
     offsets = jnp.arange(queries)
     positions = context[:, None] + offsets
