@@ -144,13 +144,13 @@ def data_generate(
 
 @data.command("pack")
 def data_pack(
-    corpus: Annotated[str, typer.Argument(help="A file that `data generate` wrote.")],
+    corpora: Annotated[list[str], typer.Argument(help="Files that `data generate` wrote.")],
     directory: Annotated[str, typer.Argument(help="Where the shards go.")],
 ) -> None:
-    """Write a corpus as shards that training reads, without repetitions."""
+    """Write corpora as shards that training reads, without repetitions."""
     from dflash_jax.training.corpus import pack_corpus
 
-    conversations, tokens = pack_corpus(corpus, directory)
+    conversations, tokens = pack_corpus(corpora, directory)
     print(f"{conversations} conversations, {tokens} tokens, in {directory}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -124,11 +125,11 @@ def generate_corpus(engine: Engine, config: CorpusConfig) -> Iterator[Conversati
                 yield conversation
 
 
-def pack_corpus(path: str | Path, directory: str | Path, per_shard: int = 1000) -> tuple[int, int]:
-    """Writes a corpus's conversations as shards for training, leaving out what was said before.
+def pack_corpus(paths: Sequence[str | Path], directory: str | Path, per_shard: int = 1000) -> tuple[int, int]:
+    """Writes the conversations of corpora as shards for training, leaving out what was said before.
 
     Args:
-      path: the corpus file.
+      paths: the corpus files.
       directory: of the shards; it must hold none.
       per_shard: conversations in a shard.
 
@@ -136,15 +137,17 @@ def pack_corpus(path: str | Path, directory: str | Path, per_shard: int = 1000) 
       Conversations and tokens written.
 
     Raises:
-      ConfigError: there is no corpus, or the directory has shards already.
+      ConfigError: a corpus is not there, or the directory has shards already.
     """
-    if not Path(path).exists():
-        raise ConfigError(f"there is no corpus at {path}; `dflash-jax data generate` writes one")
+    for path in paths:
+        if not Path(path).exists():
+            raise ConfigError(f"there is no corpus at {path}; `dflash-jax data generate` writes one")
     if shard_paths(directory):
         raise ConfigError(f"{directory} holds shards already; give data.pack a directory of its own")
     seen: set[tuple[int, ...]] = set()
     kept = []
-    for conversation in sorted(read_conversations(path), key=lambda conversation: conversation.index):
+    in_order = (sorted(read_conversations(path), key=lambda conversation: conversation.index) for path in paths)
+    for conversation in itertools.chain.from_iterable(in_order):
         # Two answers to one message are two texts; only the whole conversation can be a repetition.
         if conversation.tokens not in seen and len(conversation.tokens) > conversation.prompt_len:
             seen.add(conversation.tokens)

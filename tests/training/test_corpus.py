@@ -90,13 +90,13 @@ def test_a_packed_corpus_has_every_conversation_once(engine, tmp_path):
     written = list(generate_corpus(engine, config))
     with open(config.output, "a") as file:
         file.write(dataclasses.replace(written[0], index=50).to_json() + "\n")
-    assert pack_corpus(config.output, tmp_path / "shards", per_shard=2)[0] == len(written)
+    assert pack_corpus([config.output, config.output], tmp_path / "shards", per_shard=2)[0] == len(written)
     packed = SequenceSource(tmp_path / "shards")
     assert {tuple(packed[i].tokens.tolist()) for i in range(len(packed))} == {c.tokens for c in written}
     (tmp_path / "corpus.jsonl.gz").write_bytes(gzip.compress((tmp_path / "corpus.jsonl").read_bytes()))
     assert list(read_conversations(tmp_path / "corpus.jsonl.gz")) == list(read_conversations(config.output))
     with pytest.raises(ConfigError, match="holds shards already"):
-        pack_corpus(config.output, tmp_path / "shards")
+        pack_corpus([config.output], tmp_path / "shards")
 
 
 def test_a_target_that_cannot_chat_is_refused(engine, tmp_path):
