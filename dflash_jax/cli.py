@@ -154,6 +154,21 @@ def data_pack(
     print(f"{conversations} conversations, {tokens} tokens, in {directory}")
 
 
+@data.command("shortlist")
+def data_shortlist(
+    directory: Annotated[str, typer.Argument(help="Shards that `data pack` wrote.")],
+    file: Annotated[str, typer.Argument(help="Where the list goes, as JSON.")],
+    tokens: Annotated[int, typer.Option(help="How many.", min=1)] = 8192,
+) -> None:
+    """Write the most frequent tokens of sequences, for `draft.shortlist`."""
+    from dflash_jax.checkpoints.shortlist import write_shortlist
+    from dflash_jax.training.dataset import most_frequent
+
+    found, share = most_frequent(directory, tokens)
+    write_shortlist(file, found)
+    print(f"{len(found)} tokens, {share:.1%} of those in {directory}, in {file}")
+
+
 @data.command("features")
 def data_features(
     config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The training run.")],

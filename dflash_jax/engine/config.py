@@ -23,12 +23,15 @@ class DraftSource(Section):
       k: tokens to draft in each round; the trained block_size - 1 by default.
       mask_token_id: for checkpoints that do not name their mask token.
       max_context: requests whose context grows past this many tokens go on without drafting.
+      shortlist: file of the only tokens it proposes, as `dflash-jax data shortlist` writes it. A shorter list
+        makes drafting faster and acceptance a little worse; the output is the same.
     """
 
     path: str
     k: int | None = Field(default=None, ge=1)
     mask_token_id: int | None = Field(default=None, ge=0)
     max_context: int | None = Field(default=None, ge=1)
+    shortlist: str | None = None
 
 
 class EngineConfig(Section):

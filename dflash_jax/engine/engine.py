@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.checkpoints import load_draft, load_target
+from dflash_jax.checkpoints.shortlist import read_shortlist
 from dflash_jax.engine import scheduler
 from dflash_jax.engine import snapshot as snapshots
 from dflash_jax.engine.admission import make_request
@@ -23,6 +24,7 @@ from dflash_jax.engine.request import Completion, Progress, Request, SamplingPar
 from dflash_jax.engine.scheduler import HostState
 from dflash_jax.engine.state import Models
 from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.models.draft import make_shortlist
 from dflash_jax.settings import parse, read_settings
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -60,6 +62,10 @@ class Engine(Core):
         if setup.draft is not None:
             draft = load_draft(setup.draft.path, setup.engine.dtype, setup.draft.mask_token_id)
             models = models.replace(draft=draft.params, draft_config=draft.config)
+            if setup.draft.shortlist is not None:
+                top_k = 1 if draft.config.selector is None else draft.config.selector.top_k
+                tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, top_k)
+                models = models.replace(shortlist=make_shortlist(target.params, tokens))
             k, max_context = setup.draft.k, setup.draft.max_context
         engine = cls(models, setup.engine, tokenizer=target.tokenizer, k=k, max_context=max_context)
         engine.setup = setup

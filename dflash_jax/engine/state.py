@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int
 
 from dflash_jax.models.cache import Context, KeyValues
 from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig
+from dflash_jax.models.draft import Shortlist
 from dflash_jax.models.weights import DraftParams, TargetParams
 from dflash_jax.sampling import Sampler
 
@@ -21,12 +22,19 @@ MAX_STOP_TOKENS = 8
 
 
 class Models(struct.PyTreeNode):
-    """The weights a step runs, with their configs as static structure. `draft` None decodes plainly."""
+    """The weights a step runs, with their configs as static structure.
+
+    Attributes:
+      target, target_config: the target.
+      draft, draft_config: the draft; None decodes plainly.
+      shortlist: the tokens the draft proposes from; None for all.
+    """
 
     target: TargetParams
     target_config: TargetConfig = struct.field(pytree_node=False)
     draft: DraftParams | None = None
     draft_config: DraftConfig | None = struct.field(pytree_node=False, default=None)
+    shortlist: Shortlist | None = None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

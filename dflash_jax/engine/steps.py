@@ -238,6 +238,7 @@ def _propose(models: Models, state: EngineState, idx_mapping, sampler: Sampler, 
         drafts,
         sampler.temperature,
         noise,
+        shortlist=models.shortlist,
         implementation=implementation,
     )
 

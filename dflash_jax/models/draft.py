@@ -7,11 +7,12 @@ algorithm is arXiv 2602.06036 (DFlash) with DFlash 2's convolution and selector.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.block_attention import block_attention
@@ -151,9 +152,29 @@ def _convolved(sublayer, normed, weights: ConvWeights | None, config: DraftConfi
     return convolve(inner, weights.base_kernel[1], deltas[:, :, 1], size)
 
 
-def draft_head(config: DraftConfig, target: TargetParams) -> dict[str, Any]:
+class Shortlist(struct.PyTreeNode):
+    """The tokens that a draft proposes from, when not from all: most of a vocabulary is rare, and its LM head large.
+
+    Attributes:
+      tokens: their ids, ascending, so that of equal logits the lowest id still is the best.
+      head: their columns of the target's LM head.
+    """
+
+    tokens: Int[Array, " listed"]
+    head: Float[Array, "hidden listed"]
+
+
+def make_shortlist(target: TargetParams, tokens: Sequence[int]) -> Shortlist:
+    """The shortlist of some token ids; the LM head's columns are copied."""
+    ids = jnp.asarray(sorted(set(tokens)), jnp.int32)
+    columns = target.embedding[ids].T if target.lm_head is None else target.lm_head[:, ids]
+    return Shortlist(ids, columns)
+
+
+def draft_head(config: DraftConfig, target: TargetParams, shortlist: Shortlist | None = None) -> dict[str, Any]:
     """The target's LM head, scaled and capped as the draft's config says: keyword arguments of `best_tokens`."""
-    return head(target) | {"multiplier": config.output_multiplier, "softcap": config.final_logit_softcap}
+    weights = head(target) if shortlist is None else {"weight": shortlist.head, "tied": False}
+    return weights | {"multiplier": config.output_multiplier, "softcap": config.final_logit_softcap}
 
 
 def propose(
@@ -166,6 +187,7 @@ def propose(
     temperature: Float[Array, " rows"],
     noise: Float[Array, "rows drafts candidates"] | None,
     *,
+    shortlist: Shortlist | None = None,
     implementation: Implementation | None = None,
 ) -> Proposal:
     """Drafts a block for each row.
@@ -177,12 +199,16 @@ def propose(
       anchor: last committed token of each row.
       drafts: tokens to draft, k.
       temperature, noise: see `select`; DFlash 1 proposes the argmax whatever they are.
+      shortlist: the tokens to propose from; all of the vocabulary when absent.
       implementation: of the kernels; see `kernels.choice`.
     """
     hidden = run_block(params, config, target.embedding, context, anchor, drafts, implementation=implementation)[:, 1:]
     top_k = 1 if config.selector is None else config.selector.top_k
     with jax.named_scope("lm_head"):
-        scores, tokens = best_tokens(hidden, **draft_head(config, target), top_k=top_k, implementation=implementation)
+        weights = draft_head(config, target, shortlist)
+        scores, tokens = best_tokens(hidden, **weights, top_k=top_k, implementation=implementation)
+        if shortlist is not None:
+            tokens = shortlist.tokens[tokens]
     if params.selector is None:
         return argmax_proposal(tokens[..., 0])
     with jax.named_scope("selector"):

@@ -91,6 +91,23 @@ def open_dataset(
     return Dataset(source, max_length, train, evaluation, np.asarray(lengths), digests, counts, fingerprint)
 
 
+def most_frequent(directory: str | Path, count: int) -> tuple[list[int], float]:
+    """The most frequent tokens of the sequences in a directory, and the share of all tokens that are one of them.
+
+    Args:
+      directory: of the shards.
+      count: how many; fewer come if fewer occur.
+
+    Raises:
+      ConfigError: no sequences.
+    """
+    source = SequenceSource(directory)
+    counts = np.bincount(np.concatenate([source[index].tokens for index in range(len(source))]))
+    order = np.argsort(-counts, kind="stable")
+    found = order[: min(count, np.count_nonzero(counts))]
+    return [int(token) for token in found], float(counts[found].sum() / counts.sum())
+
+
 def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little")
 

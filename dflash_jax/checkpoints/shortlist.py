@@ -1,0 +1,48 @@
+"""The file of a draft's shortlist: a JSON array of token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from dflash_jax.errors import CheckpointError
+
+
+def write_shortlist(path: str | Path, tokens: Iterable[int]) -> None:
+    """Writes token ids, ascending."""
+    Path(path).write_text(json.dumps(sorted(tokens)) + "\n", encoding="utf-8")
+
+
+def read_shortlist(path: str | Path, vocab_size: int, at_least: int) -> tuple[int, ...]:
+    """Reads the token ids of a shortlist.
+
+    Args:
+      path: the file.
+      vocab_size: of the target.
+      at_least: tokens that it must have; the draft's candidates per position.
+
+    Raises:
+      CheckpointError: no such file, or not a list of that many distinct ids of the vocabulary.
+    """
+    try:
+        tokens = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"draft.shortlist {path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise CheckpointError(
+            f"draft.shortlist {path} is not JSON ({error}); it must be an array of token ids"
+        ) from None
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise CheckpointError(f"draft.shortlist {path} is not an array of token ids")
+    strange = [token for token in tokens if not 0 <= token < vocab_size]
+    if strange:
+        raise CheckpointError(
+            f"draft.shortlist {path} has token {strange[0]}, outside the target's vocabulary of {vocab_size} tokens"
+        )
+    if len(set(tokens)) < at_least:
+        raise CheckpointError(
+            f"draft.shortlist {path} has {len(set(tokens))} distinct tokens, but the draft proposes from "
+            f"{at_least} candidates at each position"
+        )
+    return tuple(tokens)
