@@ -101,6 +101,14 @@ def test_empty_row_in_the_middle(implementation):
     check(implementation, make_case(SMALL, context_len=[9, 30, 0, 5], idx_mapping=[1, -1, 0], q_len=[5, 5, 2]))
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_more_rows_than_a_tile_of_xla(window):
+    shape = dataclasses.replace(SMALL, rows=19, slots=20, slot_pages=6, window=window)
+    context_len = np.random.default_rng(3).permutation(np.linspace(0, 6 * PAGE, 20).astype(int))
+    idx_mapping = np.random.default_rng(4).permutation([*range(2, 18), -1, -1, -1])
+    check("xla", make_case(shape, context_len=context_len, idx_mapping=idx_mapping, q_len=np.arange(19) % 6))
+
+
 @every_implementation
 def test_two_slots_share_pages(implementation):
     case = make_case(SMALL, context_len=[40, 45, 1, 1], idx_mapping=[1, 0, 2], q_len=[5, 5, 5], shared_pages=2)
