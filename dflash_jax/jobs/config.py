@@ -76,7 +76,7 @@ class JobConfig(EngineSetup):
             "target.path": self.target.path,
             **{
                 f"draft.{name}": getattr(self.draft, name, None)
-                for name in ("path", "k", "mask_token_id", "max_context")
+                for name in ("path", "k", "mask_token_id", "max_context", "shortlist")
             },
             "engine.max_model_len": self.engine.max_model_len,
             "engine.dtype": self.engine.dtype,

@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         "never call propose",
-        (("engine/core.py", "drafts=self.k if any(", "drafts=0 if any("),),
+        (("engine/core.py", "drafts = self.k if any(", "drafts = 0 if any("),),
         _SITUATIONS + "test_metrics_count_as_vllm_does",
         r"drafted_request_steps == len\(rounds\)",
     ),

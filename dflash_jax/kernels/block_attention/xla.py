@@ -1,9 +1,9 @@
 """`block_attention` in plain XLA operations, at a cost that follows the contexts' actual length.
 
 Softmax is computed online (arXiv 1805.02867): first over the block's own keys, then over chunks of
-pages in a loop that runs from the first chunk any row can see to the last any row has. Many rows are
-taken in tiles of rows with contexts of like length, so that short contexts do not wait for long ones
-and a tile's chunk, once gathered, is still in the processor's cache when it is multiplied.
+pages in a loop that runs from the first chunk any row can see to the last any row has. On CPUs many
+rows are taken in tiles of rows with contexts of like length, so that short contexts do not wait for long
+ones and a tile's chunk, once gathered, is still in the processor's cache when it is multiplied.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+_CHUNK_TOKENS = 128
 _TILE_ROWS = 8
-# Keys of a chunk, over all rows of a tile: enough for a step of the loop to be worth it, few enough for a cache.
-_CHUNK_KEYS = 512
-_CHUNK_TOKENS = 256
+# On CPUs, the keys of a chunk over all rows of a tile: enough for a step of the loop to be worth it, few
+# enough for a cache.
+_CHUNK_KEYS, _MOST_CHUNK_TOKENS = 512, 256
 _MASKED = -1e30
 
 
@@ -46,7 +47,7 @@ def block_attention(
     attend = functools.partial(
         _attend, k_pages=k_pages, v_pages=v_pages, layer=layer, causal=causal, window=window, scale=scale
     )
-    if rows <= _TILE_ROWS:
+    if rows <= _TILE_ROWS or jax.default_backend() != "cpu":
         return attend(*operands)
     order = jnp.argsort(context)
     padding = -rows % _TILE_ROWS
@@ -61,7 +62,9 @@ def _attend(q, k_block, v_block, table, context, q_len, *, k_pages, v_pages, lay
     rows, queries, heads, head_dim = q.shape
     num_layers, num_pages, page_size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
-    chunk_pages = min(max(1, min(_CHUNK_KEYS // rows, _CHUNK_TOKENS) // page_size), table.shape[1])
+    on_cpu = jax.default_backend() == "cpu"
+    chunk_tokens = min(_CHUNK_KEYS // rows, _MOST_CHUNK_TOKENS) if on_cpu else _CHUNK_TOKENS
+    chunk_pages = min(max(1, chunk_tokens // page_size), table.shape[1])
     chunk = chunk_pages * page_size
     offsets = jnp.arange(queries)
     positions = context[:, None] + offsets
