@@ -15,6 +15,7 @@ from dflash_jax.engine.request import Progress
 from dflash_jax.engine.scheduler import Chunk
 from dflash_jax.engine.state import MAX_STOP_TOKENS, Models, Rows, Slots
 from dflash_jax.engine.steps import prefill, run_rounds
+from dflash_jax.models.target import head
 from dflash_jax.sampling import Sampler
 
 # XLA hands products on CPUs to YNNPACK, which takes nearly twice as long as XLA's own code over the 2 to 6
@@ -42,9 +43,7 @@ def decode_program(*, donate: bool, own_products: bool) -> Callable:
 
 def own_products(models: Models, rows: int) -> bool:
     """Whether products of that many rows are faster in XLA's own code than in the library it calls by default."""
-    single = models.target.embedding.dtype == jnp.float32 and (
-        models.target.lm_head is None or models.target.lm_head.dtype == jnp.float32
-    )
+    single = head(models.target)["weight"].dtype == jnp.float32
     return jax.default_backend() == "cpu" and single and 1 < rows <= _MOST_OWN_ROWS and _knows_own_products()
 
 

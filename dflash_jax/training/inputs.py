@@ -9,13 +9,12 @@ from dflash_jax.checkpoints import save_target
 from dflash_jax.checkpoints.staging import new_directory
 from dflash_jax.errors import ConfigError
 from dflash_jax.training.claims import difference, flatten, write_claim
-from dflash_jax.training.config import DataSection, PretrainSection, RuleSection, TrainConfig
-from dflash_jax.training.dataset import Dataset, open_dataset
+from dflash_jax.training.config import PretrainSection, RuleSection, TrainConfig
 from dflash_jax.training.init import fresh_config
 from dflash_jax.training.pretrain import fresh_target_config, pretrain
 from dflash_jax.training.records import append_shards
 from dflash_jax.training.rule import rule_sequences
-from dflash_jax.training.setup import check_mask_token
+from dflash_jax.training.setup import check_mask_token, open_data
 
 _RULE = "rule.json"
 _PRETRAIN = "pretrain.json"
@@ -60,7 +59,7 @@ def _make_target(config: TrainConfig, section: PretrainSection) -> None:
             "give one, or leave pretrain out"
         )
     shape = fresh_target_config(section.shape)
-    dataset = _open_data(config.data, shape.vocab_size)
+    dataset = open_data(config.data, shape.vocab_size)
     if config.draft.path is None:
         # What the draft would be refused for is said before the target is trained, not after.
         check_mask_token(fresh_config(config.draft, shape).mask_token_id, shape, dataset)
@@ -74,16 +73,6 @@ def _make_target(config: TrainConfig, section: PretrainSection) -> None:
         write_claim(scratch / _PRETRAIN, settings)
         figures = {"loss": trained.loss, "accuracy": trained.accuracy}
         (scratch / "figures.json").write_text(json.dumps(figures) + "\n")
-
-
-def _open_data(section: DataSection, vocab_size: int) -> Dataset:
-    return open_dataset(
-        section.path,
-        vocab_size=vocab_size,
-        max_length=section.max_length,
-        held_out=section.held_out,
-        min_answer=section.min_answer,
-    )
 
 
 def _check(directory: Path, name: str, settings: dict[str, object], where: str, section: str) -> None:

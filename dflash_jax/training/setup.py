@@ -15,7 +15,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import DraftConfig, TargetConfig, check_pair
 from dflash_jax.models.weights import DraftParams
 from dflash_jax.training.batch import Batch, Vocabulary, borrow
-from dflash_jax.training.config import TrainConfig
+from dflash_jax.training.config import DataSection, TrainConfig
 from dflash_jax.training.dataset import Dataset, Order, open_dataset
 from dflash_jax.training.feature_cache import CachedFeatures, Features
 from dflash_jax.training.features import FeatureExtractor, fingerprint
@@ -67,13 +67,7 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
       CheckpointError: a target or draft that cannot be read.
     """
     target = load_target(config.target, "float32")
-    dataset = open_dataset(
-        config.data.path,
-        vocab_size=target.config.vocab_size,
-        max_length=config.data.max_length,
-        held_out=config.data.held_out,
-        min_answer=config.data.min_answer,
-    )
+    dataset = open_data(config.data, target.config.vocab_size)
     _check_shapes(config)
     start, draft_config = starting_draft(config, target)
     check_mask_token(draft_config.mask_token_id, target.config, dataset)
@@ -90,6 +84,17 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
         params = scale_features(start, scale)
     state = initial_state(params, make_optimiser(config.optimiser, config.dtype), jax.random.fold_in(key, 2))
     return Run(config, target, draft_config, dataset, features, borrow(target.params, config.dtype), scale, state)
+
+
+def open_data(section: DataSection, vocab_size: int) -> Dataset:
+    """The sequences of a run; see `open_dataset`."""
+    return open_dataset(
+        section.path,
+        vocab_size=vocab_size,
+        max_length=section.max_length,
+        held_out=section.held_out,
+        min_answer=section.min_answer,
+    )
 
 
 def _check_shapes(config: TrainConfig) -> None:
@@ -177,13 +182,7 @@ def build_features(config: TrainConfig, report_progress: Callable[[int, int], No
     if config.data.features is None:
         raise ConfigError("data.features is missing; it must name the directory for the computed features")
     target = load_target(config.target, "float32")
-    dataset = open_dataset(
-        config.data.path,
-        vocab_size=target.config.vocab_size,
-        max_length=config.data.max_length,
-        held_out=config.data.held_out,
-        min_answer=config.data.min_answer,
-    )
+    dataset = open_data(config.data, target.config.vocab_size)
     _, draft_config = starting_draft(config, target)
     features = _open_features(config, target, draft_config, dataset, fingerprint(target.params, target.config))
     indices = np.sort(np.concatenate([dataset.train, dataset.held_out]))
