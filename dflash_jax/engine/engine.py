@@ -63,8 +63,7 @@ class Engine(Core):
             draft = load_draft(setup.draft.path, setup.engine.dtype, setup.draft.mask_token_id)
             models = models.replace(draft=draft.params, draft_config=draft.config)
             if setup.draft.shortlist is not None:
-                top_k = 1 if draft.config.selector is None else draft.config.selector.top_k
-                tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, top_k)
+                tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
                 models = models.replace(shortlist=make_shortlist(target.params, tokens))
             k, max_context = setup.draft.k, setup.draft.max_context
         engine = cls(models, setup.engine, tokenizer=target.tokenizer, k=k, max_context=max_context)

@@ -171,6 +171,11 @@ class DraftConfig(TransformerConfig):
             )
 
     @property
+    def candidates(self) -> int:
+        """Best tokens of each drafted position that the proposal is made from."""
+        return 1 if self.selector is None else self.selector.top_k
+
+    @property
     def version(self) -> int:
         """1 for DFlash, 2 for DFlash 2."""
         return 1 if self.selector is None else 2

@@ -203,10 +203,9 @@ def propose(
       implementation: of the kernels; see `kernels.choice`.
     """
     hidden = run_block(params, config, target.embedding, context, anchor, drafts, implementation=implementation)[:, 1:]
-    top_k = 1 if config.selector is None else config.selector.top_k
     with jax.named_scope("lm_head"):
         weights = draft_head(config, target, shortlist)
-        scores, tokens = best_tokens(hidden, **weights, top_k=top_k, implementation=implementation)
+        scores, tokens = best_tokens(hidden, **weights, top_k=config.candidates, implementation=implementation)
         if shortlist is not None:
             tokens = shortlist.tokens[tokens]
     if params.selector is None:

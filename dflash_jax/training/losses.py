@@ -83,10 +83,11 @@ def draft_loss(
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, predecessors = blocks[..., 1:].reshape(-1), blocks[..., :-1].reshape(-1)
     weights = (exists * position_weights(shape[-1], gamma)).reshape(-1)
-    top_k = 1 if config.selector is None else config.selector.top_k
     teacher = None if soft == 0 else _before_labels(batch, anchors, shape[-1])
     with jax.named_scope("head"):
-        loss, output = head_loss(config, top_k, hidden, vocabulary.head, rows, labels, weights, teacher, soft)
+        loss, output = head_loss(
+            config, config.candidates, hidden, vocabulary.head, rows, labels, weights, teacher, soft
+        )
 
     match = output.candidates == labels[:, None]
     best, recalled = match[:, 0], match.any(-1)
