@@ -3,7 +3,7 @@
 Environment:
   JAX_PLATFORMS: "cpu" unless set.
   DFLASH_JAX_TYPECHECK: "0" turns the checks of array shapes and dtypes at run time off.
-  HYPOTHESIS_PROFILE: "ci" (few examples) unless set; "long" tries many, "thorough" 2,000.
+  HYPOTHESIS_PROFILE: "ci" (few examples) unless set; "long" tries 300, "thorough" 2,000.
 """
 
 from __future__ import annotations
@@ -38,6 +38,6 @@ jax.config.update("jax_compilation_cache_dir", _CACHE)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 hypothesis.settings.register_profile("ci", max_examples=20, deadline=None, derandomize=True)
-hypothesis.settings.register_profile("long", max_examples=500, deadline=None)
+hypothesis.settings.register_profile("long", max_examples=300, deadline=None)
 hypothesis.settings.register_profile("thorough", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Engine, EngineConfig, Models
@@ -26,6 +26,7 @@ from dflash_jax.engine.config import TargetSource
 from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.settings import Section
 from dflash_jax.training.config import Dtype
+from dflash_jax.training.material import Exchange, Material
 from dflash_jax.training.precision import rounded
 from dflash_jax.training.records import TokenSequence, append_shards, shard_paths
 
@@ -41,6 +42,8 @@ class CorpusConfig(Section):
       conversations: how many to have in the end.
       starters: text file with one beginning of a user message per line; an empty line starts from nothing.
       prompts: JSONL file with `messages` or `prompt` to answer instead of letting the target ask.
+      material, requests: corpora, and a text file of requests about what they say (`training.material`), to answer
+        instead of letting the target ask.
       question_temperature, question_min_p, question_tokens: how the user's messages are sampled.
       answer_temperatures: each answer takes one of these, in equal shares.
       answer_tokens: longest answer.
@@ -54,12 +57,23 @@ class CorpusConfig(Section):
     conversations: int = Field(ge=1)
     starters: str | None = None
     prompts: str | None = None
+    material: tuple[str, ...] = ()
+    requests: str | None = None
     question_temperature: float = 1.0
     question_min_p: float = 0.05
     question_tokens: int = 64
     answer_temperatures: tuple[float, ...] = (0.0, 0.0, 0.5)
     answer_tokens: int = 224
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _one_source(self) -> CorpusConfig:
+        if bool(self.material) != (self.requests is not None):
+            raise ValueError("`material` and `requests` belong together: corpora, and what to ask about their texts")
+        given = [name for name in ("starters", "prompts", "requests") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} each say what to ask; keep one of them")
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +153,7 @@ def pack_corpus(paths: Sequence[str | Path], directory: str | Path, per_shard: i
     Raises:
       ConfigError: a corpus is not there, or the directory has shards already.
     """
-    for path in paths:
-        if not Path(path).exists():
-            raise ConfigError(f"there is no corpus at {path}; `dflash-jax data generate` writes one")
+    _check_there(paths)
     if shard_paths(directory):
         raise ConfigError(f"{directory} holds shards already; give data.pack a directory of its own")
     seen: set[tuple[int, ...]] = set()
@@ -164,6 +176,7 @@ class _Writer:
         self._engine, self._config, self._tokenizer = engine, config, engine.tokenizer
         self._starters = _read_lines(config.starters) if config.starters else [""]
         self._prompts = [json.loads(line) for line in _read_lines(config.prompts)] if config.prompts else None
+        self._material = self._read_material(config.material, config.requests) if config.requests else None
         # The template's text around a user message, up to where the message stands.
         marker = "\N{BLACK SQUARE}message\N{BLACK SQUARE}"
         self._opening = self._tokenizer.chat_text([{"role": "user", "content": marker}]).split(marker)[0]
@@ -175,6 +188,9 @@ class _Writer:
         if self._prompts is not None:
             prompt = self._prompts[index % len(self._prompts)]
             self._answer(index, prompt.get("messages") or [{"role": "user", "content": prompt["prompt"]}])
+            return
+        if self._material is not None:
+            self._answer(index, self._material.messages(random.Random(f"{self._config.seed}/request/{index}")))
             return
         starter = random.Random(f"{self._config.seed}/starter/{index}").choice(self._starters)
         self._questions[f"{index}/question"] = starter
@@ -231,11 +247,23 @@ class _Writer:
             return
         self._prompt_of[request_id] = prompt
 
+    def _read_material(self, corpora: Sequence[str], requests: str) -> Material:
+        _check_there(corpora)
+        said = itertools.chain.from_iterable(map(read_conversations, corpora))
+        answers = ((one.question, self._tokenizer.decode(one.tokens[one.prompt_len :])) for one in said)
+        return Material(itertools.starmap(Exchange.of, answers), _read_lines(requests))
+
     def _temperature(self, index: int) -> float:
         return self._config.answer_temperatures[index % len(self._config.answer_temperatures)]
 
     def _seed(self, index: int, turn: str) -> int:
         return random.Random(f"{self._config.seed}/{turn}/{index}").getrandbits(32)
+
+
+def _check_there(corpora: Sequence[str | Path]) -> None:
+    for path in corpora:
+        if not Path(path).exists():
+            raise ConfigError(f"there is no corpus at {path}; `dflash-jax data generate` writes one")
 
 
 def _read_lines(path: str) -> list[str]:

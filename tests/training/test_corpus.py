@@ -15,7 +15,8 @@ from dflash_jax import Engine, EngineConfig
 from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.engine import Models
 from dflash_jax.errors import ConfigError
-from dflash_jax.training.corpus import CorpusConfig, generate_corpus, pack_corpus, read_conversations
+from dflash_jax.settings import parse
+from dflash_jax.training.corpus import Conversation, CorpusConfig, generate_corpus, pack_corpus, read_conversations
 from dflash_jax.training.precision import rounded
 from dflash_jax.training.records import SequenceSource
 from tests.checkpoints.conftest import QWEN3, random_params
@@ -83,6 +84,46 @@ def test_prompts_of_a_file_are_answered_in_turn(engine, tmp_path):
     assert sorted(found) == [0, 1, 2, 3]
     assert found[0].tokens[: found[0].prompt_len] == engine.tokenize([{"role": "user", "content": "one"}])
     assert found[3].tokens[: found[3].prompt_len] == engine.tokenize(lines[1]["messages"])
+
+
+def test_requests_are_about_what_was_written_before(engine, tmp_path):
+    said = "".join(f"Sentence {n} of it says little. " for n in range(20)).strip()
+    prompt, answer = engine.tokenize([{"role": "user", "content": "Why?"}]), engine.tokenize(said)
+    before = Conversation(0, "Why?", 0.0, len(prompt), prompt + answer)
+    cut_off = dataclasses.replace(before, question="How?", tokens=prompt + answer[:40])
+    (tmp_path / "before.jsonl").write_text(before.to_json() + "\n" + cut_off.to_json() + "\n")
+    (tmp_path / "requests.txt").write_text("Shorten {text} please\n\nAnd then?\n")
+    about = {"material": (str(tmp_path / "before.jsonl"),), "requests": str(tmp_path / "requests.txt")}
+    larger = Engine(engine.models, engine.config.model_copy(update={"max_model_len": 512}), tokenizer=engine.tokenizer)
+    config = corpus(tmp_path / "corpus.jsonl", **about)
+    prompts = {c.tokens[: c.prompt_len] for c in generate_corpus(larger, config)}
+    # Sixty words are ten sentences of six.
+    passage = " ".join(said.split()[:60])
+    alone = [{"role": "user", "content": f"Shorten {passage} please"}]
+    second = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": passage},
+        {"role": "user", "content": "And then?"},
+    ]
+    assert prompts == {engine.tokenize(alone), engine.tokenize(second)}
+
+
+def test_what_to_ask_comes_from_one_place(engine, tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    with pytest.raises(ConfigError, match="`material` and `requests` belong together"):
+        parse(CorpusConfig, {"target": {"path": "x"}, "output": "y", "conversations": 1, "requests": "r"}, "a.yaml")
+    with pytest.raises(ValueError, match="starters and prompts each say what to ask"):
+        corpus(path, starters="a", prompts="b")
+    (tmp_path / "requests.txt").write_text("\n")
+    (tmp_path / "empty.jsonl").write_text("")
+    about = {"material": (str(tmp_path / "empty.jsonl"),), "requests": str(tmp_path / "requests.txt")}
+    with pytest.raises(ConfigError, match="without a request"):
+        next(generate_corpus(engine, corpus(path, **about)))
+    (tmp_path / "requests.txt").write_text("Shorten {text}\n")
+    with pytest.raises(ConfigError, match="no answer with a passage of 30 to 60 words"):
+        next(generate_corpus(engine, corpus(path, **about)))
+    with pytest.raises(ConfigError, match="no corpus at"):
+        next(generate_corpus(engine, corpus(path, **(about | {"material": ("nowhere.jsonl",)}))))
 
 
 def test_a_packed_corpus_has_every_conversation_once(engine, tmp_path):
