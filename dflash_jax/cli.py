@@ -6,11 +6,14 @@ Each command imports what it needs when it is called, so that `--help` does not 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal, Optional
+from typing import TYPE_CHECKING, Annotated, Literal, Optional, TypeVar
 
 import typer
 
 from dflash_jax.errors import DflashError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 app = typer.Typer(
     name="dflash-jax",
@@ -27,6 +30,15 @@ _Set = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads it at run time
     typer.Option("--set", metavar="A.B=VALUE", help="Replace a value of the config; may be repeated."),
 ]
+
+
+_Settings = TypeVar("_Settings", bound="BaseModel")
+
+
+def _read(settings: type[_Settings], config: str, set_: list[str] | None) -> _Settings:
+    from dflash_jax.settings import parse, read_settings
+
+    return parse(settings, read_settings(config, set_ or ()), config)
 
 
 @app.callback(invoke_without_command=True)
@@ -128,10 +140,9 @@ def data_generate(
 ) -> None:
     """Let the target write conversations. Run again, it writes only what is missing."""
     from dflash_jax.jobs.compile_cache import enable_compile_cache
-    from dflash_jax.settings import parse, read_settings
     from dflash_jax.training.corpus import CorpusConfig, generate_corpus, writing_engine
 
-    corpus = parse(CorpusConfig, read_settings(config, set_ or ()), config)
+    corpus = _read(CorpusConfig, config, set_)
     enable_compile_cache()
     engine = writing_engine(corpus)
     from rich.progress import track
@@ -178,11 +189,10 @@ def data_features(
     from rich.progress import Progress
 
     from dflash_jax.jobs.compile_cache import enable_compile_cache
-    from dflash_jax.settings import parse, read_settings
     from dflash_jax.training import TrainConfig
     from dflash_jax.training.setup import build_features
 
-    run = parse(TrainConfig, read_settings(config, set_ or ()), config)
+    run = _read(TrainConfig, config, set_)
     enable_compile_cache()
     with Progress() as progress:
         task = progress.add_task("features", total=None)
@@ -196,10 +206,9 @@ def train(
 ) -> None:
     """Train a drafter. Run again, it goes on from the newest checkpoint."""
     from dflash_jax.jobs.compile_cache import enable_compile_cache
-    from dflash_jax.settings import parse, read_settings
     from dflash_jax.training import TrainConfig, run_training
 
-    run = parse(TrainConfig, read_settings(config, set_ or ()), config)
+    run = _read(TrainConfig, config, set_)
     enable_compile_cache()
     run_training(run)
 
@@ -212,10 +221,9 @@ def export(
     set_: _Set = None,
 ) -> None:
     """Export a run's newest checkpoint in Hugging Face layout."""
-    from dflash_jax.settings import parse, read_settings
     from dflash_jax.training import TrainConfig, export_draft
 
-    step = export_draft(parse(TrainConfig, read_settings(config, set_ or ()), config), directory, dtype)
+    step = export_draft(_read(TrainConfig, config, set_), directory, dtype)
     print(f"step {step} exported to {directory}")
 
 

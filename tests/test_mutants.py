@@ -13,7 +13,7 @@ from tests.mutants.run import apply, copy_package
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.name}, {mutant.gate.split('::')[1]}")
 def test_a_mutant_can_be_applied_and_its_gate_is_there(mutant: Mutant, tmp_path):
     copy_package(tmp_path)
     apply(mutant, tmp_path)

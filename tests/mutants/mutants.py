@@ -41,7 +41,7 @@ _CONTINUOUS = "    continuous = ~drafting | (slots.draft_len[slot] == slots.posi
 _ROWS = "jnp.where(idx_mapping >= 0, jnp.arange(idx_mapping.shape[0]), -1)"
 _UNCHECKED = ("engine/invariants.py", _CONTINUOUS, "    continuous = jnp.ones_like(drafting)\n")
 
-MUTANTS = (
+_OF_GOLDEN_PAIRS = (
     Mutant(
         "key the draft's context by row instead of slot",
         (
@@ -297,6 +297,21 @@ MUTANTS = (
         r"assert|violated",
     ),
     Mutant(
+        "resume a draft without the features of what it heard before",
+        (
+            (
+                "engine/steps.py",
+                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)\n",
+                "    heard = jnp.where((known_next >= 0)[:, None, None], 0, extension.features)\n"
+                "    extension = dataclasses.replace(extension, features=heard.astype(extension.features.dtype))\n"
+                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)\n",
+            ),
+            ("engine/steps.py", "import chex\n", "import dataclasses\n\nimport chex\n"),
+        ),
+        _SITUATIONS + "test_preempted_requests_resume_with_the_drafts_they_would_have_made[recall-dflash2-7]",
+        _BLOCKS,
+    ),
+    Mutant(
         "ignore the draft budget",
         (("engine/steps.py", " & (slots.position[slot] <= slots.draft_limit[slot])", ""),),
         _SITUATIONS + "test_a_request_past_its_draft_budget_goes_on_plainly_and_says_so",
@@ -363,3 +378,37 @@ MUTANTS = (
         r"violated|assert",
     ),
 )
+
+_SAMPLED = "tests/engine/test_sampled.py::"
+
+# The same gates on the pair that this package trained: its drafter must notice too.
+_OF_THE_TRAINED_PAIR = (
+    ("skip the context write of the last accepted token", _GOLDEN + "test_each_case_alone_is_the_golden_record"),
+    ("take the context of slot s + 1", _GOLDEN + "test_all_cases_at_once_are_as_alone"),
+    (
+        "key the draft's context by row instead of slot",
+        _SITUATIONS + "test_survivor_of_condense_drafts_what_it_would_have_drafted_alone",
+    ),
+    ("key the draft's context by row instead of slot", _SITUATIONS + "test_swapping_live_rows_changes_no_draft"),
+    (
+        "let what nobody may see reach the attention's products",
+        _SITUATIONS + "test_a_newcomer_in_a_freed_slot_has_nothing_of_its_predecessor",
+    ),
+    (
+        "resume a draft without the features of what it heard before",
+        _SITUATIONS + "test_preempted_requests_resume_with_the_drafts_they_would_have_made",
+    ),
+    (
+        "draw by row instead of by seed",
+        "tests/engine/test_sampled.py::test_a_requests_tokens_and_drafts_do_not_depend_on_company_or_row",
+    ),
+)
+
+
+def _on_the_trained_pair(name: str, test: str) -> Mutant:
+    [mutant] = [mutant for mutant in _OF_GOLDEN_PAIRS if mutant.name == name]
+    parameters = "recall-trained-7" if "preempted" in test else "recall-trained"
+    return dataclasses.replace(mutant, gate=f"{test}[{parameters}]")
+
+
+MUTANTS = (*_OF_GOLDEN_PAIRS, *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR))

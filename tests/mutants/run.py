@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.mutants.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 
 
 def copy_package(directory: Path) -> None:
@@ -93,17 +93,17 @@ def table() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--only", default="", help="run the mutants whose name contains this")
+    parser.add_argument("--only", default="", help="run the mutants whose name or gate contains this")
     parser.add_argument("--table", help="write the table of mutants to this file and exit")
     options = parser.parse_args()
     if options.table:
         Path(options.table).write_text(table())
         return
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name]
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.name or options.only in mutant.gate]
     missed = 0
     with ThreadPoolExecutor(options.jobs) as pool:
         for mutant, wrong, seconds in pool.map(judge, chosen):
-            print(f"{'MISSED' if wrong else 'caught'} {seconds:5.0f} s  {mutant.name}", flush=True)
+            print(f"{'MISSED' if wrong else 'caught'} {seconds:5.0f} s  {mutant.name}, by {mutant.gate}", flush=True)
             if wrong:
                 print(wrong, flush=True)
                 missed += 1
