@@ -234,6 +234,13 @@ def main() -> None:
     except DflashError as error:
         print(f"dflash-jax: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        # Where nobody said more about a file, the system's own reason is the sentence.
+        print(
+            f"dflash-jax: {error.filename or 'a file'} cannot be read or written ({error.strerror or error})",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,10 @@ class CheckpointError(DflashError):
     """A checkpoint that is missing, incomplete or not what it claims to be."""
 
 
+class TrainingError(DflashError):
+    """A training run that cannot go on."""
+
+
 class RequestError(DflashError, ValueError):
     """A request that can never be served."""
 

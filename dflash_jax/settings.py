@@ -19,7 +19,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 class Section(BaseModel):
     """A part of a configuration: immutable, and closed to keys it does not know."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class _Loader(yaml.SafeLoader):

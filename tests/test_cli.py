@@ -189,3 +189,9 @@ def test_the_installed_command_refuses_like_the_function(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert done.stderr == "dflash-jax: there is no config file 'absent.yaml'\n" and done.stdout == ""
+
+
+def test_a_file_that_cannot_be_written_is_one_sentence(call, tmp_path):
+    values = {"target": str(GOLDEN / "recall-target"), "draft": {}, "data": {"path": "d"}, "optimiser": {"steps": 1}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**values, "output": "/dev/null/run"}))
+    refused(call("train", tmp_path / "run.yaml"), r"/dev/null/run cannot be read or written \(Not a directory\)")

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.errors import ConfigError
+from dflash_jax.files import replace_file
+
 
 def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Sections of settings as one mapping with dotted names."""
@@ -20,13 +23,41 @@ def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_claim(file: Path, settings: Mapping[str, Any]) -> None:
-    """Records settings, which must be plain JSON values."""
-    file.write_text(json.dumps(dict(settings), indent=2) + "\n")
+    """Records settings, which must be plain JSON values, unless that is what the file says."""
+    content = json.dumps(dict(settings), indent=2) + "\n"
+    if not file.exists() or file.read_bytes() != content.encode():
+        replace_file(file, content)
 
 
-def difference(file: Path, settings: Mapping[str, Any]) -> str | None:
-    """How settings differ from those recorded in a file, as a clause; None if they are the same."""
-    recorded = json.loads(file.read_text())
+def read_claim(file: Path) -> dict[str, Any]:
+    """What a file recorded.
+
+    Raises:
+      ConfigError: it is no record.
+    """
+    try:
+        recorded = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged ({error}); put back what it said, or begin anew elsewhere") from None
+    if not isinstance(recorded, dict):
+        raise ConfigError(
+            f"{file} holds {recorded!r} instead of settings; put back what it said, or begin anew elsewhere"
+        )
+    return recorded
+
+
+def difference(file: Path, settings: Mapping[str, Any], older: Mapping[str, Any] | None = None) -> str | None:
+    """How settings differ from those recorded in a file, as a clause; None if they are the same.
+
+    Args:
+      file: the record.
+      settings: what is asked for now.
+      older: what settings were that a record made before they existed does not have.
+
+    Raises:
+      ConfigError: the file is no record.
+    """
+    recorded = {**(older or {}), **read_claim(file)}
     changed = sorted(name for name in {*settings, *recorded} if settings.get(name) != recorded.get(name))
     if not changed:
         return None

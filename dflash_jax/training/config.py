@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dflash_jax.settings import Section
 
 Dtype = Literal["float32", "bfloat16"]
-Positive = Annotated[int, Field(gt=0)]
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _directory(value: Any) -> Any:
+    if value == "":
+        raise ValueError("it must name a directory")
+    return Path(value).expanduser() if isinstance(value, str) else value
+
+
+Directory = Annotated[Path, BeforeValidator(_directory)]
 
 
 class DraftSection(Section):
@@ -35,7 +45,7 @@ class DraftSection(Section):
     num_layers: Positive = 2
     block_size: Annotated[int, Field(ge=2)] = 8
     mask_token_id: int | None = None
-    target_layer_ids: tuple[int, ...] | None = None
+    target_layer_ids: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
     version: Literal[1, 2] = 2
     conv_taps: Positive = 2
     conv_group_size: Positive = 16
@@ -77,8 +87,8 @@ class RuleSection(Section):
     """
 
     sequences: Positive
-    length: Annotated[int, Field(gt=11)] = 96
-    seed: int = 0
+    length: Annotated[int, Field(gt=11, le=2**20)] = 96
+    seed: Seed = 0
 
 
 class DataSection(Section):
@@ -94,12 +104,12 @@ class DataSection(Section):
       features_gb: refuse to cache more than this.
     """
 
-    path: Path
+    path: Directory
     rule: RuleSection | None = None
-    max_length: Positive = 512
+    max_length: Annotated[int, Field(gt=0, le=2**20)] = 512
     held_out: Fraction = 0.02
     min_answer: Positive = 2
-    features: Path | None = None
+    features: Directory | None = None
     features_gb: Annotated[float, Field(gt=0)] = 20.0
 
 
@@ -148,8 +158,8 @@ class UpdateSection(Section):
     final: Fraction = 0.0
     clip: Annotated[float, Field(gt=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
 
 
 class OptimiserSection(UpdateSection):
@@ -246,8 +256,8 @@ class TrainConfig(Section):
 
     target: str
     pretrain: PretrainSection | None = None
-    output: Path
-    seed: int = 0
+    output: Directory
+    seed: Seed = 0
     dtype: Dtype = "float32"
     log_every: Positive = 10
     draft: DraftSection

@@ -13,7 +13,7 @@ from dflash_jax.errors import CheckpointError
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.init import fresh_params, unscale_features
 from dflash_jax.training.optimiser import make_optimiser
-from dflash_jax.training.setup import starting_draft
+from dflash_jax.training.setup import facts_of, starting_draft
 from dflash_jax.training.state import initial_state
 from dflash_jax.training.store import RunStore
 
@@ -26,13 +26,18 @@ def export_draft(config: TrainConfig, directory: str | Path, dtype: str = "bfloa
 
     Raises:
       CheckpointError: the run has no checkpoint, or the directory is not empty.
+      ConfigError: the run was started with another config.
     """
+    nothing = CheckpointError(f"there is no checkpoint in {config.output} to export; train first")
+    if not config.output.exists():
+        raise nothing
     with closing(RunStore(config.output, config.checkpoint)) as store:
         step = store.latest_step()
         if step is None:
-            raise CheckpointError(f"there is no checkpoint in {config.output} to export; train first")
+            raise nothing
         target = load_target(config.target, "float32")
         start, draft_config = starting_draft(config, target)
+        store.check(config, facts_of(config, target, start, draft_config))
         key = jax.random.key(config.seed)
         if start is None:
             start = fresh_params(key, draft_config, config.init, target.params, target.config)

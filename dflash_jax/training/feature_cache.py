@@ -7,14 +7,17 @@ all sequences, one after the other), a byte per sequence that says whether its s
 
 from __future__ import annotations
 
-import json
+import io
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, UInt64
 
 from dflash_jax.errors import ConfigError
+from dflash_jax.files import replace_file
+from dflash_jax.training.claims import difference, write_claim
+from dflash_jax.training.config import Dtype
 from dflash_jax.training.dataset import Dataset
 from dflash_jax.training.features import FeatureExtractor
 
@@ -43,11 +46,12 @@ class CachedFeatures(Features):
       dataset, extractor, layers: see `Features`.
       directory: of the cache; made if it is not there.
       target: fingerprint of the target.
+      dtype: of the factors of the target's matrix products.
       hidden: channels of a hidden state.
       limit_gb: largest size that the directory may come to.
 
     Raises:
-      ConfigError: the directory belongs to another target or other data, or the features do not fit.
+      ConfigError: the directory belongs to another target, other data or another dtype, or the features do not fit.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class CachedFeatures(Features):
         *,
         directory: Path,
         target: str,
+        dtype: Dtype,
         hidden: int,
         limit_gb: float,
     ):
@@ -72,7 +77,7 @@ class CachedFeatures(Features):
                 "out to compute them again every time"
             )
         directory.mkdir(parents=True, exist_ok=True)
-        _check_owner(directory, target, dataset)
+        _check_owner(directory, {"target": target, "dtype": dtype}, dataset)
         self._states = {
             layer: _grow(directory / f"layer-{layer}.bfloat16", (tokens, hidden), ml_dtypes.bfloat16)
             for layer in layers
@@ -88,28 +93,57 @@ class CachedFeatures(Features):
         if missing:
             computed = self._extractor(self._dataset.sequence(index).tokens, missing)
             for layer, states in zip(missing, np.split(computed, len(missing), axis=-1), strict=True):
-                self._states[layer][start : start + length] = states
-                self._there[layer][index] = 1
+                _store(self._states[layer], int(start), states)
+                _store(self._there[layer], index, np.ones(1))
         return np.concatenate([self._states[layer][start : start + length] for layer in self._layers], axis=-1)
 
 
-def _check_owner(directory: Path, target: str, dataset: Dataset) -> None:
+def _check_owner(directory: Path, claim: dict[str, str], dataset: Dataset) -> None:
     owner, sequences = directory / "target.json", directory / "sequences.npy"
+    way_out = "give another data.features, or remove that directory"
     if owner.exists():
-        found = json.loads(owner.read_text())["target"]
-        if found != target:
-            raise ConfigError(
-                f"the features in {directory} are of another target (fingerprint {found}, this one's is {target}); "
-                "give another data.features, or remove that directory"
-            )
-        known = np.load(sequences)
+        # A directory that was made before dtypes were recorded is taken as it is.
+        if changed := difference(owner, claim, older=claim):
+            raise ConfigError(f"the features in {directory} are of another target or dtype ({changed}); {way_out}")
+        known = _known(sequences, way_out)
         if not np.array_equal(known, dataset.hashes[: len(known)]):
             raise ConfigError(
                 f"the features in {directory} are of other sequences than those of data.path; sequences may be added "
-                "after the old ones, but not changed: give another data.features, or remove that directory"
+                f"after the old ones, but not changed: {way_out}"
             )
-    np.save(sequences, dataset.hashes)
-    owner.write_text(json.dumps({"target": target}) + "\n")
+        if len(known) == len(dataset.hashes):
+            return
+    elif any(directory.glob("layer-*")):
+        raise ConfigError(f"the features in {directory} have no {owner.name} to say what they are of; {way_out}")
+    content = io.BytesIO()
+    np.save(content, dataset.hashes)
+    replace_file(sequences, content.getvalue())
+    write_claim(owner, claim)
+
+
+def _known(sequences: Path, way_out: str) -> UInt64[np.ndarray, " sequences"]:
+    try:
+        return np.load(sequences)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{sequences} is damaged ({error}); {way_out}") from None
+
+
+def _store(mapped: np.memmap, start: int, values: np.ndarray) -> None:
+    """Sets `mapped[start:]` to the values."""
+    assert mapped.filename is not None
+    write_at(Path(mapped.filename), start * mapped.strides[0], values.astype(mapped.dtype).tobytes())
+
+
+def write_at(file: Path, offset: int, content: bytes) -> None:
+    """Writes into a file. Where the disk is full, this raises OSError; mapped memory would end the process.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    with file.open("r+b", buffering=0) as stream:
+        stream.seek(offset)
+        while content:
+            content = content[stream.write(content) :]
 
 
 def _grow(file: Path, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.memmap:

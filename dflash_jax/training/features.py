@@ -13,9 +13,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.choice import Implementation
 from dflash_jax.models.cache import Context, KeyValues
-from dflash_jax.models.config import TargetConfig
+from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.target import Extension, extend
-from dflash_jax.models.weights import TargetParams
+from dflash_jax.models.weights import DraftParams, TargetParams
 from dflash_jax.training.config import Dtype
 from dflash_jax.training.precision import rounded
 
@@ -81,8 +81,8 @@ def _features(params, config, tokens, layers):
     return run.features if inner == layers else jnp.concatenate([run.features, run.hidden], axis=-1)
 
 
-def fingerprint(params: TargetParams, config: TargetConfig) -> str:
-    """Hash of a target: its config and every weight."""
+def fingerprint(params: TargetParams | DraftParams, config: TargetConfig | DraftConfig) -> str:
+    """Hash of a model: its config and every weight."""
     digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
     for leaf in jax.tree.leaves(params):
         digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)

@@ -83,6 +83,11 @@ def fresh_params(
     hidden = config.hidden_size
     copied = section.layers == "target"
     if copied:
+        if config.num_layers > len(target.layers):
+            raise ConfigError(
+                f"init.layers is 'target', but the draft has {config.num_layers} layers and the target "
+                f"{len(target.layers)}; give it no more, or set init.layers to 'random'"
+            )
         sources = target.layers[-config.num_layers :]
         layers = [_copied_layer(source, config, target_config) for source in sources]
     else:

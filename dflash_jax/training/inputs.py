@@ -8,13 +8,14 @@ from pathlib import Path
 from dflash_jax.checkpoints import save_target
 from dflash_jax.checkpoints.staging import new_directory
 from dflash_jax.errors import ConfigError
+from dflash_jax.training.checks import check_mask_token
 from dflash_jax.training.claims import difference, flatten, write_claim
 from dflash_jax.training.config import PretrainSection, RuleSection, TrainConfig
 from dflash_jax.training.init import fresh_config
 from dflash_jax.training.pretrain import fresh_target_config, pretrain
 from dflash_jax.training.records import append_shards
 from dflash_jax.training.rule import rule_sequences
-from dflash_jax.training.setup import check_mask_token, open_data
+from dflash_jax.training.setup import open_data
 
 _RULE = "rule.json"
 _PRETRAIN = "pretrain.json"

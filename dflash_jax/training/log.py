@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dflash_jax.files import replace_file
+
 
 class MetricsLog:
     """A file of JSON objects, each with `step` and `kind`.
@@ -21,7 +23,9 @@ class MetricsLog:
 
     def __init__(self, file: Path, step: int):
         kept = [line for line in read_metrics(file) if line["step"] <= step] if file.exists() else []
-        file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        content = "".join(json.dumps(line) + "\n" for line in kept)
+        if not file.exists() or file.read_bytes() != content.encode():
+            replace_file(file, content)
         self._stream = file.open("a")
 
     def write(self, step: int, kind: str, figures: dict[str, Any]) -> None:
@@ -35,14 +39,14 @@ class MetricsLog:
 
 
 def read_metrics(file: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a metrics file, of one kind if given. A last line that was cut off is left out."""
+    """The lines of a metrics file, of one kind if given; what is none, as one that was cut off, is left out."""
     lines = []
-    for line in file.read_text().splitlines():
+    for line in file.read_bytes().splitlines():
         try:
             parsed = json.loads(line)
-        except json.JSONDecodeError:
+        except ValueError:
             continue
-        if kind is None or parsed["kind"] == kind:
+        if isinstance(parsed, dict) and isinstance(parsed.get("step"), int) and kind in (None, parsed.get("kind")):
             lines.append(parsed)
     return lines
 

@@ -9,11 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dflash_jax.checkpoints import save_draft
+from dflash_jax.errors import TrainingError
+from dflash_jax.files import sole_writer
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams
 from dflash_jax.training.acceptance import engine_acceptance
@@ -60,10 +63,13 @@ def train(config: TrainConfig) -> Trained:
     Raises:
       ConfigError: a config that cannot work, or not the one that the run was started with.
       CheckpointError: a target, draft or checkpoint that cannot be read.
+      TrainingError: the loss or a weight is no number any more.
     """
-    make_inputs(config)
-    with closing(RunStore(config.output, config.checkpoint)) as store:
-        return _loop(prepare(config, store), store)
+    config.output.mkdir(parents=True, exist_ok=True)
+    with sole_writer(config.output / ".lock", f"the run in {config.output}"):
+        make_inputs(config)
+        with closing(RunStore(config.output, config.checkpoint)) as store:
+            return _loop(prepare(config, store), store)
 
 
 def _loop(run: Run, store: RunStore) -> Trained:
@@ -91,7 +97,7 @@ def _loop(run: Run, store: RunStore) -> Trained:
                 batch = run.batch(order.sequences(step))
             window = tally if window is None else jax.tree.map(jnp.add, window, tally)
             window_steps += 1
-            jax.block_until_ready(window)
+            _check_finite("the loss", tally, step, store)
             if step % config.log_every == 0 or step == section.steps:
                 figures = _train_figures(run, plan, window, time.perf_counter() - window_start, window_steps)
                 log.write(step, "train", figures)
@@ -102,12 +108,13 @@ def _loop(run: Run, store: RunStore) -> Trained:
                     f"{figures['anchors_per_second']:.0f} anchors/s",
                 )
             progress.update(task, completed=step)
-            if step % config.checkpoint.every == 0:
-                store.save(state)
+            # A step has its checkpoint after its evaluation: whoever resumes from there has that in the metrics.
             paused = time.perf_counter()
             evaluate(step, state, last=step == section.steps)
             window_start += time.perf_counter() - paused
-        store.save(state)
+            if step % config.checkpoint.every == 0:
+                _save(store, state)
+        _save(store, state)
     log.close()
     plot_metrics(store.metrics, store.directory)
     params = run.export(state.params)
@@ -115,6 +122,23 @@ def _loop(run: Run, store: RunStore) -> Trained:
     if finished:
         _export_once(store.directory / "draft", run.draft_config, params)
     return Trained(step, finished, run.draft_config, params)
+
+
+def _save(store: RunStore, state: TrainState) -> None:
+    _check_finite("a weight", state.params, int(state.step), store)
+    store.save(state)
+
+
+def _check_finite(what: str, values: Any, step: int, store: RunStore) -> None:
+    """Raises TrainingError if a number is none."""
+    if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(values)):
+        return
+    saved = store.latest_step()
+    before = "no checkpoint was written" if saved is None else f"the checkpoint of step {saved} stays"
+    raise TrainingError(
+        f"{what} is no finite number any more after step {step}; {before}; "
+        "a smaller optimiser.learning_rate or a longer optimiser.warmup helps most often"
+    )
 
 
 def _train_figures(run: Run, plan: RowPlan, tally: Tally, seconds: float, steps: int) -> dict:

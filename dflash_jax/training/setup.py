@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from jaxtyping import Array, Float
 
 from dflash_jax.checkpoints import LoadedTarget, load_draft, load_target
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.config import DraftConfig, TargetConfig, check_pair
+from dflash_jax.models.config import DraftConfig, check_pair
 from dflash_jax.models.weights import DraftParams
 from dflash_jax.training.batch import Batch, Vocabulary, borrow
+from dflash_jax.training.checks import check_draft, check_mask_token, check_shapes
 from dflash_jax.training.config import DataSection, TrainConfig
 from dflash_jax.training.dataset import Dataset, Order, open_dataset
 from dflash_jax.training.feature_cache import CachedFeatures, Features
@@ -68,12 +70,13 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
     """
     target = load_target(config.target, "float32")
     dataset = open_data(config.data, target.config.vocab_size)
-    _check_shapes(config)
+    check_shapes(config)
     start, draft_config = starting_draft(config, target)
     check_mask_token(draft_config.mask_token_id, target.config, dataset)
-    target_fingerprint = fingerprint(target.params, target.config)
-    store.claim(config, {"target fingerprint": target_fingerprint, "data fingerprint": dataset.fingerprint})
-    features = _open_features(config, target, draft_config, dataset, target_fingerprint)
+    check_draft(config, draft_config, target.config, dataset)
+    facts = facts_of(config, target, start, draft_config)
+    store.claim(config, {**facts, "data fingerprint": dataset.fingerprint})
+    features = _open_features(config, target, draft_config, dataset, facts["target fingerprint"])
     if store.latest_step() is None:
         store.save_scale(_measure_scale(config, draft_config, dataset, features))
     scale = jnp.asarray(store.load_scale())
@@ -97,19 +100,24 @@ def open_data(section: DataSection, vocab_size: int) -> Dataset:
     )
 
 
-def _check_shapes(config: TrainConfig) -> None:
-    section = config.optimiser
-    if section.sequences % section.accumulate:
-        raise ConfigError(
-            f"optimiser.accumulate {section.accumulate} does not divide optimiser.sequences {section.sequences}; "
-            "a step is computed in equal parts"
-        )
-    for name, anchors in (("optimiser", section.anchors), ("evaluation", config.evaluation.anchors)):
-        if anchors > config.data.max_length:
-            raise ConfigError(
-                f"{name}.anchors {anchors} is more than data.max_length {config.data.max_length}; "
-                "a sequence has no more places for anchors than tokens"
-            )
+def facts_of(
+    config: TrainConfig, target: LoadedTarget, start: DraftParams | None, draft_config: DraftConfig
+) -> dict[str, Any]:
+    """What weights depend on beside a run's settings and its data.
+
+    Args:
+      config: the run.
+      target: its target.
+      start, draft_config: as `starting_draft` gives them.
+    """
+    facts: dict[str, Any] = {
+        "target fingerprint": fingerprint(target.params, target.config),
+        # Features are rounded where they are kept, and not where they are computed every time.
+        "features in bfloat16": config.data.features is not None,
+    }
+    if start is not None:
+        facts["draft fingerprint"] = fingerprint(start, draft_config)
+    return facts
 
 
 def starting_draft(config: TrainConfig, target: LoadedTarget) -> tuple[DraftParams | None, DraftConfig]:
@@ -123,20 +131,6 @@ def starting_draft(config: TrainConfig, target: LoadedTarget) -> tuple[DraftPara
     loaded = load_draft(section.path)
     check_pair(target.config, loaded.config)
     return loaded.params, loaded.config
-
-
-def check_mask_token(mask: int, target: TargetConfig, dataset: Dataset) -> None:
-    """Raises ConfigError unless the mask token means nothing else."""
-    if mask in target.eos_token_ids:
-        raise ConfigError(
-            f"mask_token_id {mask} is a stop token of the target ({list(target.eos_token_ids)}); "
-            "it must be a token that ends nothing"
-        )
-    if dataset.counts[mask]:
-        raise ConfigError(
-            f"mask_token_id {mask} occurs {dataset.counts[mask]} times in the data; "
-            "it must be a token that never occurs in text"
-        )
 
 
 def _open_features(
@@ -154,6 +148,7 @@ def _open_features(
         layers,
         directory=config.data.features,
         target=target_fingerprint,
+        dtype=config.dtype,
         hidden=target.config.hidden_size,
         limit_gb=config.data.features_gb,
     )

@@ -139,6 +139,10 @@ def test_what_no_weight_depends_on_may_change(uninterrupted, recall_data):
         ({"optimiser__accumulate": 3}, "does not divide optimiser.sequences 2"),
         ({"optimiser__anchors": 65}, "more than data.max_length 64"),
         ({"draft__path": "somewhere"}, "draft.block_size must not be"),
+        ({"draft__block_size": 65}, "blocks of 65 tokens are longer than data.max_length 64"),
+        ({"loss__frequent": 2, "loss__drawn": 1}, "runs over 3 tokens .* fewer than the 4 candidates"),
+        ({"init__layers": "target", "draft__num_layers": 9, "draft__target_layer_ids": (0,)}, "the draft has 9 layers"),
+        ({"evaluation__engine_every": 2, "evaluation__engine_tokens": 10**6}, "evaluation.engine_tokens 1000000"),
     ],
 )
 def test_configs_that_cannot_work_are_refused(recall_data, tmp_path, changes, message):
