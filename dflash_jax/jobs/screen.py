@@ -11,16 +11,15 @@ from typing import Any
 import jax
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dflash_jax.engine import Engine
 from dflash_jax.jobs.reader import Item
 from dflash_jax.jobs.summary import summary_path
 from dflash_jax.jobs.writer import Row
+from dflash_jax.progress import Bar
 
 _WINDOW_SECONDS = 10.0
-_LOG_SECONDS = 30.0
 _ERRORS_SHOWN = 5
 
 
@@ -40,31 +39,17 @@ class Screen:
         self._errors: list[str] = []
         self._worked = False
         self._recent: deque[tuple[float, int]] = deque()
-        self._steps = self._accepted = self._done = self._total = 0
-        self._logged = time.monotonic()
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
+        self._steps = self._accepted = self._done = 0
+        self._bar: Bar | None = None
 
     # While it runs.
 
     @contextlib.contextmanager
     def progress(self, total: int) -> Iterator[None]:
         """Shows a progress bar over so many input lines."""
-        self._total = total
-        if not self._err.is_terminal:
+        with Bar("generating", total, console=self._err) as self._bar:
             yield
-            return
-        with Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=self._err,
-        ) as self._progress:
-            self._task = self._progress.add_task("generating", total=total, figures="")
-            yield
-        self._progress = None
+        self._bar = None
 
     def note(self, text: str) -> None:
         """Says what is going on."""
@@ -106,19 +91,16 @@ class Screen:
 
     def _advance(self) -> None:
         self._done += 1
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task)
+        if self._bar is not None:
+            self._bar.at(self._done)
 
     def _refresh(self) -> None:
         seconds = time.monotonic() - self._recent[0][0]
         figures = [f"{sum(count for _, count in self._recent) / seconds:.0f} tokens/s"] if seconds > 0.5 else []
         if self._steps:
             figures.append(f"{1 + self._accepted / self._steps:.2f} tokens/round")
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, figures=" · ".join(figures))
-        elif time.monotonic() - self._logged > _LOG_SECONDS:
-            self._logged = time.monotonic()
-            self.note(", ".join([f"{self._done}/{self._total} done", *figures]))
+        if self._bar is not None:
+            self._bar.at(self._done, ", ".join(figures))
 
     # At the end.
 

@@ -1,12 +1,10 @@
-"""What a run tells: metrics as JSON lines, and a progress bar."""
+"""What a run measures, as JSON lines."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from dflash_jax.files import replace_file
 
@@ -49,15 +47,3 @@ def read_metrics(file: Path, kind: str | None = None) -> list[dict[str, Any]]:
         if isinstance(parsed, dict) and isinstance(parsed.get("step"), int) and kind in (None, parsed.get("kind")):
             lines.append(parsed)
     return lines
-
-
-def progress_bar(what: str = "training") -> Progress:
-    """A bar of steps with the latest figures beside it."""
-    return Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )

@@ -19,11 +19,12 @@ from dflash_jax.errors import TrainingError
 from dflash_jax.files import sole_writer
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams
+from dflash_jax.progress import Bar
 from dflash_jax.training.acceptance import engine_acceptance
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.dataset import Order
 from dflash_jax.training.inputs import make_inputs
-from dflash_jax.training.log import MetricsLog, progress_bar
+from dflash_jax.training.log import MetricsLog, read_metrics
 from dflash_jax.training.losses import Tally, report
 from dflash_jax.training.optimiser import make_optimiser
 from dflash_jax.training.plots import plot_metrics
@@ -84,9 +85,8 @@ def _loop(run: Run, store: RunStore) -> Trained:
     state = run.start if store.latest_step() is None else store.restore(run.start)
     step = int(state.step)
     log = MetricsLog(store.metrics, step)
-    evaluate = _evaluator(run, log)
-    with progress_bar() as progress, _stop_signals() as stop:
-        task = progress.add_task("", total=section.steps, completed=step, figures="")
+    with Bar("training", section.steps, step) as bar, _stop_signals() as stop:
+        evaluate = _evaluator(run, log, bar)
         window, window_start, window_steps = None, time.perf_counter(), 0
         batch = run.batch(order.sequences(step))
         while step < section.steps and not stop.is_set():
@@ -102,12 +102,12 @@ def _loop(run: Run, store: RunStore) -> Trained:
                 figures = _train_figures(run, plan, window, time.perf_counter() - window_start, window_steps)
                 log.write(step, "train", figures)
                 window, window_start, window_steps = None, time.perf_counter(), 0
-                progress.update(
-                    task,
-                    figures=f"loss {figures['loss']:.3f} acceptance {figures['acceptance']:.2f} "
+                bar.at(
+                    step,
+                    f"loss {figures['loss']:.3f}, acceptance {figures['acceptance']:.2f}, "
                     f"{figures['anchors_per_second']:.0f} anchors/s",
                 )
-            progress.update(task, completed=step)
+            bar.at(step)
             # A step has its checkpoint after its evaluation: whoever resumes from there has that in the metrics.
             paused = time.perf_counter()
             evaluate(step, state, last=step == section.steps)
@@ -152,16 +152,22 @@ def _train_figures(run: Run, plan: RowPlan, tally: Tally, seconds: float, steps:
     }
 
 
-def _evaluator(run: Run, log: MetricsLog):
+def _evaluator(run: Run, log: MetricsLog, bar: Bar):
     """Evaluates a state at the steps that ask for it."""
     section = run.config.evaluation
     evaluate = make_eval_step(run.draft_config, run.config.dtype, run.config.loss, section.anchors)
     chosen = [int(index) for index in run.dataset.held_out[: section.sequences]]
     whole = [run.dataset.sequence(index) for index in chosen[: section.engine_prompts]]
+    if not chosen:
+        bar.note(
+            f"nothing is evaluated: none of the {len(run.dataset.train)} sequences is held out at data.held_out "
+            f"{run.config.data.held_out}"
+        )
     prompts = [sequence.tokens[: max(1, sequence.prompt_len)].tolist() for sequence in whole]
 
     def at(step: int, state: TrainState, *, last: bool) -> None:
         if chosen and (last or step % section.every == 0):
+            bar.doing("evaluating")
             tally = None
             for number, index in enumerate(chosen):
                 one = evaluate(state.params, run.batch([index]), run.vocabulary, run.scale, jnp.asarray(number))
@@ -170,6 +176,7 @@ def _evaluator(run: Run, log: MetricsLog):
             log.write(step, "held_out", report(tally))
         every = section.engine_every
         if prompts and every and (last or step % every == 0):
+            bar.doing("decoding")
             params = run.export(state.params)
             found = engine_acceptance(run.target, run.draft_config, params, prompts, section.engine_tokens)
             log.write(step, "engine", found)
@@ -202,6 +209,15 @@ def run_training(config: TrainConfig) -> None:
     """`train` for the command line: says how it ended."""
     trained = train(config)
     if trained.finished:
-        print(f"finished at step {trained.step}; the draft is in {config.output / 'draft'}")
+        lines = read_metrics(config.output / "metrics.jsonl")
+        of = {line["kind"]: line for line in lines}
+        found = (
+            [f"a held-out acceptance of {of['held_out']['acceptance']:.2f} by teacher forcing"]
+            if "held_out" in of
+            else []
+        )
+        found += [f"{of['engine']['mean_acceptance_length']:.2f} decoding"] if "engine" in of else []
+        print(f"finished at step {trained.step}{', with ' if found else ''}{' and '.join(found)}")
+        print(f"the draft is in {config.output / 'draft'}")
     else:
         print(f"stopped at step {trained.step} of {config.optimiser.steps}; the same command goes on from there")

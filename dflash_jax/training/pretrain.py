@@ -18,11 +18,11 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.models.target import lm_head
 from dflash_jax.models.weights import TargetParams
+from dflash_jax.progress import Bar
 from dflash_jax.training.config import PretrainSection, TargetShape
 from dflash_jax.training.dataset import Dataset, Order
 from dflash_jax.training.features import run_sequences
 from dflash_jax.training.init import drawn_layer
-from dflash_jax.training.log import progress_bar
 from dflash_jax.training.optimiser import make_optimiser
 
 _JUDGED = 64
@@ -120,13 +120,11 @@ def pretrain(section: PretrainSection, dataset: Dataset, seed: int) -> Pretraine
     state = optimiser.init(params)
     step = _make_step(config, optimiser)
     order = Order(dataset, seed, section.optimiser.sequences)
-    with progress_bar("pre-training") as progress:
-        task = progress.add_task("", total=section.optimiser.steps, figures="")
+    with Bar("pre-training", section.optimiser.steps) as bar:
         for number in range(section.optimiser.steps):
             params, state, seen = step(params, state, _texts(dataset, order.sequences(number)))
-            progress.update(task, completed=number + 1)
-            if number % _NOTED_EVERY == 0:
-                progress.update(task, figures="loss {:.3f} accuracy {:.3f}".format(*_figures(seen)))
+            noted = number % _NOTED_EVERY == 0
+            bar.at(number + 1, "loss {:.3f}, accuracy {:.3f}".format(*_figures(seen)) if noted else None)
     chosen = [int(index) for index in dataset.held_out[:_JUDGED]]
     if chosen:
         seen = jax.jit(predict, static_argnums=1)(params, config, _texts(dataset, chosen))
