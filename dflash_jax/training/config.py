@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,11 @@ def _directory(value: Any) -> Any:
     return Path(value).expanduser() if isinstance(value, str) else value
 
 
+def _source(value: Any) -> Any:
+    return value["path"] if isinstance(value, Mapping) and set(value) == {"path"} else value
+
+
+Source = Annotated[str, BeforeValidator(_source)]
 Directory = Annotated[Path, BeforeValidator(_directory)]
 
 
@@ -246,7 +252,7 @@ class TrainConfig(Section):
     """A training run.
 
     Attributes:
-      target: the target, as `load_target` takes it.
+      target: the target, as `load_target` takes it, or a mapping with that as its `path`, as in other configs.
       pretrain: makes the target first, if the directory `target` is not there.
       output: directory of checkpoints, metrics, plots and the exported draft.
       seed: of everything random.
@@ -254,7 +260,7 @@ class TrainConfig(Section):
       log_every: steps between lines of metrics.
     """
 
-    target: str
+    target: Source
     pretrain: PretrainSection | None = None
     output: Directory
     seed: Seed = 0

@@ -209,15 +209,11 @@ def run_training(config: TrainConfig) -> None:
     """`train` for the command line: says how it ended."""
     trained = train(config)
     if trained.finished:
-        lines = read_metrics(config.output / "metrics.jsonl")
-        of = {line["kind"]: line for line in lines}
-        found = (
-            [f"a held-out acceptance of {of['held_out']['acceptance']:.2f} by teacher forcing"]
-            if "held_out" in of
-            else []
-        )
-        found += [f"{of['engine']['mean_acceptance_length']:.2f} decoding"] if "engine" in of else []
-        print(f"finished at step {trained.step}{', with ' if found else ''}{' and '.join(found)}")
-        print(f"the draft is in {config.output / 'draft'}")
+        last = {line["kind"]: line for line in read_metrics(config.output / "metrics.jsonl")}
+        if "held_out" in last:
+            print(f"mean acceptance length, teacher forced: {last['held_out']['acceptance']:.2f}")
+        if "engine" in last:
+            print(f"mean acceptance length, decoding: {last['engine']['mean_acceptance_length']:.2f}")
+        print(f"finished at step {trained.step}; the draft is in {config.output / 'draft'}")
     else:
         print(f"stopped at step {trained.step} of {config.optimiser.steps}; the same command goes on from there")

@@ -225,6 +225,14 @@ def test_values_that_cannot_work_are_refused_as_they_are_read(section, message):
         parse(TrainConfig, fields | section, "run.yaml")
 
 
+def test_a_target_is_written_as_in_other_configs_or_plainly():
+    fields = {"output": "o", "draft": {}, "data": {"path": "d"}, "optimiser": {"steps": 1}}
+    plain, mapping = (parse(TrainConfig, {**fields, "target": t}, "run.yaml") for t in ("t", {"path": "t"}))
+    assert plain == mapping
+    with pytest.raises(ConfigError, match="'target'"):
+        parse(TrainConfig, {**fields, "target": {"path": "t", "k": 1}}, "run.yaml")
+
+
 def test_a_home_directory_is_meant_by_its_sign():
     fields = {"target": "t", "output": "~/o", "draft": {}, "data": {"path": "d"}, "optimiser": {"steps": 1}}
     assert parse(TrainConfig, fields, "run.yaml").output.is_absolute()
