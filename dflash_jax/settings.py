@@ -116,14 +116,31 @@ def parse(model: type[_Model], values: Mapping[str, Any], source: str) -> _Model
         return model.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{source}: unknown key {where!r}; {_nearest(model, first['loc'])}") from None
-        if first["type"] == "missing":
-            raise ConfigError(f"{source}: {where!r} is missing") from None
-        if first["type"] == "model_type":
-            raise ConfigError(f"{source}: {where or 'it'!r} is {first['input']!r}; it must be a mapping") from None
-        raise ConfigError(f"{source}: {where!r} is {first['input']!r}: {first['msg'].lower()}") from None
+        hint = f"; {_nearest(model, first['loc'])}" if first["type"] == "extra_forbidden" else ""
+        raise ConfigError(f"{source}: {fault(error)}{hint}") from None
+
+
+def fault(error: ValidationError) -> str:
+    """The first thing that is wrong with values, as a clause."""
+    first = error.errors()[0]
+    where, kind = ".".join(str(part) for part in first["loc"]), first["type"]
+    if kind == "json_invalid":
+        return f"it is not JSON: {first['ctx']['error'].replace('line 1 ', '')}"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"unknown key {where!r}"
+    if kind == "missing":
+        return f"{where!r} is missing"
+    shown = repr(first["input"])
+    given = f"{repr(where) if where else 'it'} is {shown if len(shown) <= 200 else shown[:197] + '...'}"
+    if kind in ("model_type", "dataclass_type"):
+        return f"{given}; it must be a mapping"
+    if kind != "value_error":
+        return f"{given}: {first['msg'].lower()}"
+    # Our own sentence. One about several keys of a section names them itself.
+    reason = str(first["ctx"]["error"])
+    if isinstance(first["input"], Mapping):
+        return f"{where}: {reason}" if where else reason
+    return f"{given}: {reason}"
 
 
 def _nearest(model: type[BaseModel], location: tuple[int | str, ...]) -> str:

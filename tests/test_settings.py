@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import field_validator, model_validator
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.settings import read_settings
+from dflash_jax.settings import Section, parse, read_settings
 
 
 @pytest.fixture
@@ -72,3 +73,46 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path):
         read_settings(tmp_path / "absent.yaml")
     with pytest.raises(ConfigError, match="is a directory"):
         read_settings(tmp_path)
+
+
+class Ends(Section):
+    first: int
+    last: int
+    name: str = "x"
+
+    @model_validator(mode="after")
+    def _order(self):
+        if self.first > self.last:
+            raise ValueError(f"`first` {self.first} is after `last` {self.last}; keep A before B")
+        return self
+
+    @field_validator("name")
+    @classmethod
+    def _short(cls, name):
+        if len(name) > 1:
+            raise ValueError("give ONE letter")
+        return name
+
+
+class Outer(Section):
+    ends: Ends
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"first": 2, "last": 1}, "a.yaml: ends: `first` 2 is after `last` 1; keep A before B"),
+        ({"first": 1, "last": 1, "name": "ab"}, "a.yaml: 'ends.name' is 'ab': give ONE letter"),
+        (3, "a.yaml: 'ends' is 3; it must be a mapping"),
+        ({"first": [0] * 999, "last": 1}, f"a.yaml: 'ends.first' is {str([0] * 999)[:197]}...: input should be a"),
+    ],
+)
+def test_what_a_section_says_of_its_values_is_said_in_its_words(values, says):
+    with pytest.raises(ConfigError) as caught:
+        parse(Outer, {"ends": values}, "a.yaml")
+    assert str(caught.value).startswith(says)
+
+
+def test_what_a_config_says_of_several_keys_stands_alone():
+    with pytest.raises(ConfigError, match=r"^a\.yaml: `first` 2 is after `last` 1; keep A before B$"):
+        parse(Ends, {"first": 2, "last": 1}, "a.yaml")
