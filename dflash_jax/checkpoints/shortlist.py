@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dflash_jax.errors import CheckpointError
+from dflash_jax.files import replace_file
 
 
 def write_shortlist(path: str | Path, tokens: Iterable[int]) -> None:
     """Writes token ids, ascending."""
-    Path(path).write_text(json.dumps(sorted(tokens)) + "\n", encoding="utf-8")
+    replace_file(Path(path), json.dumps(sorted(tokens)) + "\n")
 
 
 def read_shortlist(path: str | Path, vocab_size: int, at_least: int) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ def open_dataset(
       min_answer: sequences with fewer tokens after the prompt, once cut, belong to no part.
 
     Raises:
-      ConfigError: no sequences, none left to train on, or tokens that the target does not have.
+      ConfigError: no sequences, a damaged shard, none left to train on, or tokens that the target does not have.
     """
     source = SequenceSource(directory)
     parts: tuple[list[int], list[int]] = ([], [])
@@ -99,13 +99,16 @@ def most_frequent(directory: str | Path, count: int) -> tuple[list[int], float]:
       count: how many; fewer come if fewer occur.
 
     Raises:
-      ConfigError: no sequences.
+      ConfigError: no sequences, no token in them, or a damaged shard.
     """
     source = SequenceSource(directory)
-    counts = np.bincount(np.concatenate([source[index].tokens for index in range(len(source))]))
-    order = np.argsort(-counts, kind="stable")
-    found = order[: min(count, np.count_nonzero(counts))]
-    return [int(token) for token in found], float(counts[found].sum() / counts.sum())
+    tokens, counts = np.unique(
+        np.concatenate([source[index].tokens for index in range(len(source))]), return_counts=True
+    )
+    if not len(tokens):
+        raise ConfigError(f"the {len(source)} sequences in {directory} have no tokens; write them again")
+    found = np.argsort(-counts, kind="stable")[:count]
+    return [int(token) for token in tokens[found]], float(counts[found].sum() / counts.sum())
 
 
 def _hash(content: bytes) -> int:

@@ -24,8 +24,9 @@ def opened(directory, **changes):
     return open_dataset(directory, **{"vocab_size": 64, "max_length": 64, "held_out": 0.2, "min_answer": 2, **changes})
 
 
-@given(st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 100))
-def test_a_record_gives_back_its_sequence(tokens, prompt_len):
+@given(st.lists(st.integers(0, 2**31 - 1)), st.floats(0, 1))
+def test_a_record_gives_back_its_sequence(tokens, share):
+    prompt_len = round(share * len(tokens))
     found = decode_record(encode_record(TokenSequence(np.asarray(tokens, np.int32), prompt_len)))
     assert found.tokens.tolist() == tokens
     assert found.prompt_len == prompt_len
@@ -94,7 +95,7 @@ def test_data_that_cannot_be_trained_on_is_refused(tmp_path, made, message):
 
 
 def test_a_directory_without_data_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="dflash-jax data generate"):
+    with pytest.raises(ConfigError, match="dflash-jax data pack"):
         opened(tmp_path)
 
 
