@@ -140,17 +140,21 @@ def data_generate(
 ) -> None:
     """Let the target write conversations. Run again, it writes only what is missing."""
     from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.progress import Bar
     from dflash_jax.training.corpus import CorpusConfig, generate_corpus, writing_engine
 
     corpus = _read(CorpusConfig, config, set_)
     enable_compile_cache()
     engine = writing_engine(corpus)
-    from rich.progress import track
-
-    tokens = 0
-    for conversation in track(generate_corpus(engine, corpus), "writing", total=corpus.conversations):
-        tokens += len(conversation.tokens) - conversation.prompt_len
-    print(f"{tokens} tokens of answers written to {corpus.output}")
+    written = tokens = 0
+    refusals: list[str] = []
+    with Bar("writing", corpus.conversations) as bar:
+        for conversation in generate_corpus(engine, corpus, refusals.append):
+            written, tokens = written + 1, tokens + len(conversation.tokens) - conversation.prompt_len
+            bar.at(written)
+    print(f"{written} conversations with {tokens} tokens of answers written to {corpus.output}")
+    if refusals:
+        print(f"{len(refusals)} prompts left out that the engine cannot run; the first: {refusals[0]}")
 
 
 @data.command("pack")
@@ -159,7 +163,7 @@ def data_pack(
     directory: Annotated[str, typer.Argument(help="Where the shards go.")],
 ) -> None:
     """Write corpora as shards that training reads, without repetitions."""
-    from dflash_jax.training.corpus import pack_corpus
+    from dflash_jax.training.packing import pack_corpus
 
     conversations, tokens = pack_corpus(corpora, directory)
     print(f"{conversations} conversations, {tokens} tokens, in {directory}")

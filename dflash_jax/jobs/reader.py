@@ -56,14 +56,19 @@ def count_lines(path: str | Path) -> int:
         return sum(1 for _ in _lines(file))
 
 
-def read_items(path: str | Path, defaults: SamplingParams) -> Iterator[Item | BadLine]:
+def read_items(path: str | Path, defaults: SamplingParams, key: str = "input.path") -> Iterator[Item | BadLine]:
     """Reads an input file; blank lines are passed over. Ids are unique, 7 and "7" being the same.
+
+    Args:
+      path: the file.
+      defaults: of sampling.
+      key: the setting that names the file.
 
     Raises:
       ConfigError: the file cannot be read.
     """
     seen: dict[str, int] = {}
-    with _open(path) as file:
+    with _open(path, key) as file:
         for number, raw in _lines(file):
             made = f"line-{number}"
             while made in seen:
@@ -82,13 +87,13 @@ _SPACE = b" \t\r\n\x0b\x0c"
 _BOM = b"\xef\xbb\xbf"
 
 
-def _open(path: str | Path) -> BinaryIO:
+def _open(path: str | Path, key: str = "input.path") -> BinaryIO:
     try:
         return Path(path).open("rb")
     except FileNotFoundError:
-        raise ConfigError(f"there is no input file {str(path)!r} (input.path)") from None
+        raise ConfigError(f"there is no input file {str(path)!r} ({key})") from None
     except OSError as error:
-        raise ConfigError(f"the input file {str(path)!r} (input.path) cannot be read ({error.strerror})") from None
+        raise ConfigError(f"the input file {str(path)!r} ({key}) cannot be read ({error.strerror})") from None
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:

@@ -8,27 +8,30 @@ and i, so an interrupted run continues where it stopped and gives the same text.
 
 from __future__ import annotations
 
-import dataclasses
-import gzip
+import hashlib
 import itertools
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Engine, EngineConfig, Models
 from dflash_jax.engine.config import TargetSource
+from dflash_jax.engine.engine import Prompt
 from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.files import sole_writer
 from dflash_jax.settings import Section
-from dflash_jax.training.config import Dtype
+from dflash_jax.training.claims import difference, flatten, write_claim
+from dflash_jax.training.config import Dtype, Fraction, Positive
+from dflash_jax.training.conversations import Conversation, read_conversations, repair
 from dflash_jax.training.material import Exchange, Material
 from dflash_jax.training.precision import rounded
-from dflash_jax.training.records import TokenSequence, append_shards, shard_paths
+from dflash_jax.training.questions import read_lines, read_prompts
+
+Temperature = Annotated[float, Field(ge=0)]
 
 
 class CorpusConfig(Section):
@@ -41,7 +44,7 @@ class CorpusConfig(Section):
       output: JSONL file to append conversations to.
       conversations: how many to have in the end.
       starters: text file with one beginning of a user message per line; an empty line starts from nothing.
-      prompts: JSONL file with `messages` or `prompt` to answer instead of letting the target ask.
+      prompts: JSONL file like a job's input, to answer instead of letting the target ask.
       material, requests: corpora, and a text file of requests about what they say (`training.material`), to answer
         instead of letting the target ask.
       question_temperature, question_min_p, question_tokens: how the user's messages are sampled.
@@ -59,12 +62,19 @@ class CorpusConfig(Section):
     prompts: str | None = None
     material: tuple[str, ...] = ()
     requests: str | None = None
-    question_temperature: float = 1.0
-    question_min_p: float = 0.05
-    question_tokens: int = 64
-    answer_temperatures: tuple[float, ...] = (0.0, 0.0, 0.5)
-    answer_tokens: int = 224
+    question_temperature: Temperature = 1.0
+    question_min_p: Fraction = 0.05
+    question_tokens: Positive = 64
+    answer_temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.0, 0.5)
+    answer_tokens: Positive = 224
     seed: int = 0
+
+    @field_validator("output")
+    @classmethod
+    def _plain(cls, output: str) -> str:
+        if output.endswith(".gz"):
+            raise ValueError("conversations are written as plain text; give a name without .gz, and pack it afterwards")
+        return output
 
     @model_validator(mode="after")
     def _one_source(self) -> CorpusConfig:
@@ -74,31 +84,6 @@ class CorpusConfig(Section):
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} each say what to ask; keep one of them")
         return self
-
-
-@dataclasses.dataclass(frozen=True)
-class Conversation:
-    """One example: `tokens` begin with a prompt of `prompt_len` tokens, and the target wrote the rest."""
-
-    index: int
-    question: str
-    temperature: float
-    prompt_len: int
-    tokens: tuple[int, ...]
-
-    def to_json(self) -> str:
-        """One line of the corpus file."""
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
-
-
-def read_conversations(path: str | Path) -> Iterator[Conversation]:
-    """Conversations of a corpus file, which may be gzipped; a torn last line is left out."""
-    opened = gzip.open if Path(path).suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                fields = json.loads(line)
-                yield Conversation(**{**fields, "tokens": tuple(fields["tokens"])})
 
 
 def writing_engine(config: CorpusConfig) -> Engine:
@@ -112,71 +97,88 @@ def writing_engine(config: CorpusConfig) -> Engine:
     return Engine(models, config.engine, tokenizer=target.tokenizer)
 
 
-def generate_corpus(engine: Engine, config: CorpusConfig) -> Iterator[Conversation]:
+def generate_corpus(
+    engine: Engine, config: CorpusConfig, on_refusal: Callable[[str], None] = lambda reason: None
+) -> Iterator[Conversation]:
     """Writes the conversations that the output file lacks, yielding each as it is written.
 
+    Args:
+      engine: with the target and its tokenizer.
+      config: what to write.
+      on_refusal: is told why the engine could not run a prompt, for each that is left out.
+
     Raises:
-      ConfigError: the target has no chat template, or a file named in the config cannot be read.
+      ConfigError: the target has no chat template, a file named in the config cannot be used, the output is another
+        process's or was written with other settings, or nothing could be written.
     """
     if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
         raise ConfigError(f"target.path {config.target.path!r} has no chat template, so it cannot ask or answer")
+    writer = _Writer(engine, config, on_refusal)
     output = Path(config.output)
-    done = _repair(output)
-    pending = iter(index for index in range(config.conversations) if index not in done)
-    writer = _Writer(engine, config)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("a", encoding="utf-8") as file:
+    with sole_writer(output, f"the corpus {output}"), output.open("a", encoding="utf-8") as file:
+        done = repair(output)
+        _claim(output, config, begun=bool(done))
+        pending = iter(index for index in range(config.conversations) if index not in done)
+        found = bool(done)
         while True:
-            while (
-                len(engine.host.waiting) < engine.config.max_slots // 2 and (index := next(pending, None)) is not None
-            ):
+            while _wants_more(engine) and (index := next(pending, None)) is not None:
                 writer.ask(index)
             if not engine.has_work:
-                return
+                break
             for conversation in writer.step():
                 file.write(conversation.to_json() + "\n")
                 file.flush()
+                found = True
                 yield conversation
+    if not found:
+        raise ConfigError(f"no conversation came about for {output}: {writer.first_failure}")
 
 
-def pack_corpus(paths: Sequence[str | Path], directory: str | Path, per_shard: int = 1000) -> tuple[int, int]:
-    """Writes the conversations of corpora as shards for training, leaving out what was said before.
+def _wants_more(engine: Engine) -> bool:
+    return len(engine.host.waiting) < max(1, engine.config.max_slots // 2)
 
-    Args:
-      paths: the corpus files.
-      directory: of the shards; it must hold none.
-      per_shard: conversations in a shard.
 
-    Returns:
-      Conversations and tokens written.
+def _claim(output: Path, config: CorpusConfig, begun: bool) -> None:
+    """Records beside a corpus what its text depends on, or refuses to go on with other text."""
+    file, settings = output.with_name(f"{output.name}.json"), _settings(config)
+    if begun and file.exists() and (changed := difference(file, settings)):
+        raise ConfigError(f"{output} was written with other settings ({changed}); give another output")
+    write_claim(file, settings)
 
-    Raises:
-      ConfigError: a corpus is not there, or the directory has shards already.
-    """
-    _check_there(paths)
-    if shard_paths(directory):
-        raise ConfigError(f"{directory} holds shards already; give data.pack a directory of its own")
-    seen: set[tuple[int, ...]] = set()
-    kept = []
-    in_order = (sorted(read_conversations(path), key=lambda conversation: conversation.index) for path in paths)
-    for conversation in itertools.chain.from_iterable(in_order):
-        # Two answers to one message are two texts; only the whole conversation can be a repetition.
-        if conversation.tokens not in seen and len(conversation.tokens) > conversation.prompt_len:
-            seen.add(conversation.tokens)
-            kept.append(TokenSequence(np.array(conversation.tokens, np.int32), conversation.prompt_len))
-    append_shards(directory, kept, per_shard)
-    return len(kept), sum(len(sequence.tokens) for sequence in kept)
+
+def _settings(config: CorpusConfig) -> dict[str, object]:
+    """All that the text of a conversation depends on; of a file, what is in it."""
+    fields = config.model_dump(mode="json", exclude={"output", "conversations", "engine"})
+    if config.prompts is not None or config.requests is not None:
+        fields = {name: value for name, value in fields.items() if not name.startswith("question_")}
+    for name in ("starters", "prompts", "requests"):
+        if fields[name] is not None:
+            fields[name] = _content(fields[name])
+    fields["material"] = [_content(path) for path in fields["material"]]
+    return {**flatten(fields), "engine.dtype": config.engine.dtype}
+
+
+def _content(path: str) -> str:
+    data = Path(path).read_bytes()
+    return f"{len(data)} bytes with SHA-256 {hashlib.sha256(data).hexdigest()}"
 
 
 class _Writer:
-    """Conversations in flight."""
+    """Conversations in flight.
 
-    def __init__(self, engine: Engine, config: CorpusConfig):
+    Attributes:
+      first_failure: why the first conversation did not come about that did not; of refused prompts if there are any.
+    """
+
+    def __init__(self, engine: Engine, config: CorpusConfig, on_refusal: Callable[[str], None]):
         assert engine.tokenizer is not None
         self._engine, self._config, self._tokenizer = engine, config, engine.tokenizer
-        self._starters = _read_lines(config.starters) if config.starters else [""]
-        self._prompts = [json.loads(line) for line in _read_lines(config.prompts)] if config.prompts else None
-        self._material = self._read_material(config.material, config.requests) if config.requests else None
+        self._on_refusal, self._refused = on_refusal, False
+        self.first_failure = ""
+        self._starters = [""] if config.starters is None else read_lines(config.starters, "starters")
+        self._prompts = None if config.prompts is None else read_prompts(config.prompts)
+        self._material = None if config.requests is None else self._read_material(config.material, config.requests)
         # The template's text around a user message, up to where the message stands.
         marker = "\N{BLACK SQUARE}message\N{BLACK SQUARE}"
         self._opening = self._tokenizer.chat_text([{"role": "user", "content": marker}]).split(marker)[0]
@@ -186,23 +188,19 @@ class _Writer:
     def ask(self, index: int) -> None:
         """Starts conversation `index`."""
         if self._prompts is not None:
-            prompt = self._prompts[index % len(self._prompts)]
-            self._answer(index, prompt.get("messages") or [{"role": "user", "content": prompt["prompt"]}])
+            self._answer(index, self._prompts[index % len(self._prompts)])
             return
         if self._material is not None:
             self._answer(index, self._material.messages(random.Random(f"{self._config.seed}/request/{index}")))
             return
         starter = random.Random(f"{self._config.seed}/starter/{index}").choice(self._starters)
         self._questions[f"{index}/question"] = starter
-        self._engine.add_request(
-            self._engine.tokenize(self._opening + starter),
-            {
-                "temperature": self._config.question_temperature,
-                "min_p": self._config.question_min_p,
-                "max_tokens": self._config.question_tokens,
-                "seed": self._seed(index, "question"),
-            },
-            request_id=f"{index}/question",
+        self._run(
+            f"{index}/question",
+            self._opening + starter,
+            temperature=self._config.question_temperature,
+            min_p=self._config.question_min_p,
+            max_tokens=self._config.question_tokens,
         )
 
     def step(self) -> Iterator[Conversation]:
@@ -211,74 +209,65 @@ class _Writer:
             completion = update.completion
             if completion is None:
                 continue
-            index, turn = update.id.split("/")
-            if turn == "question":
-                text = (self._questions.pop(update.id) + (completion.text or "")).strip()
-                # A message cut off by the length limit would train on prompts nobody writes.
-                if completion.finish_reason == "stop" and text:
-                    self._questions[f"{index}/answer"] = text
-                    self._answer(int(index), [{"role": "user", "content": text}])
+            if completion.finish_reason == "error":
+                self._refuse(update.id, str(completion.error))
                 continue
             prompt = self._prompt_of.pop(update.id)
-            yield Conversation(
-                index=int(index),
-                question=self._questions.pop(update.id, ""),
-                temperature=self._temperature(int(index)),
-                prompt_len=len(prompt),
-                tokens=prompt + completion.token_ids,
-            )
+            question = self._questions.pop(update.id, "")
+            index, turn = update.id.split("/")
+            if turn == "answer":
+                yield Conversation(
+                    index=int(index),
+                    question=question,
+                    temperature=self._temperature(int(index)),
+                    prompt_len=len(prompt),
+                    tokens=prompt + completion.token_ids,
+                )
+                continue
+            text = (question + (completion.text or "")).strip()
+            # A message cut off by the length limit would train on prompts nobody writes.
+            if completion.finish_reason == "stop" and text:
+                self._questions[f"{index}/answer"] = text
+                self._answer(int(index), [{"role": "user", "content": text}])
+            elif not self.first_failure:
+                self.first_failure = (
+                    "the target did not end its messages, or said nothing; give more question_tokens than "
+                    f"{self._config.question_tokens}, or other starters"
+                )
 
-    def _answer(self, index: int, messages: Sequence[dict[str, Any]]) -> None:
-        request_id = f"{index}/answer"
-        prompt = self._engine.tokenize(messages)
+    def _answer(self, index: int, prompt: Prompt) -> None:
+        self._run(
+            f"{index}/answer",
+            prompt,
+            temperature=self._temperature(index),
+            max_tokens=self._config.answer_tokens,
+        )
+
+    def _run(self, request_id: str, prompt: Prompt, **sampling: float) -> None:
         try:
-            self._engine.add_request(
-                prompt,
-                {
-                    "temperature": self._temperature(index),
-                    "max_tokens": self._config.answer_tokens,
-                    "seed": self._seed(index, "answer"),
-                },
-                request_id=request_id,
-            )
-        except RequestError:
+            tokens = self._engine.tokenize(prompt)
+            self._engine.add_request(tokens, {**sampling, "seed": self._seed(request_id)}, request_id=request_id)
+        except RequestError as error:
             # Too long for the engine: nothing to learn from a prompt without an answer.
-            self._questions.pop(request_id, None)
+            self._refuse(request_id, str(error))
             return
-        self._prompt_of[request_id] = prompt
+        self._prompt_of[request_id] = tokens
+
+    def _refuse(self, request_id: str, reason: str) -> None:
+        self._questions.pop(request_id, None)
+        self._prompt_of.pop(request_id, None)
+        if not self._refused:
+            self.first_failure, self._refused = reason, True
+        self._on_refusal(reason)
 
     def _read_material(self, corpora: Sequence[str], requests: str) -> Material:
-        _check_there(corpora)
         said = itertools.chain.from_iterable(map(read_conversations, corpora))
         answers = ((one.question, self._tokenizer.decode(one.tokens[one.prompt_len :])) for one in said)
-        return Material(itertools.starmap(Exchange.of, answers), _read_lines(requests))
+        return Material(itertools.starmap(Exchange.of, answers), read_lines(requests, "requests"))
 
     def _temperature(self, index: int) -> float:
         return self._config.answer_temperatures[index % len(self._config.answer_temperatures)]
 
-    def _seed(self, index: int, turn: str) -> int:
+    def _seed(self, request_id: str) -> int:
+        index, turn = request_id.split("/")
         return random.Random(f"{self._config.seed}/{turn}/{index}").getrandbits(32)
-
-
-def _check_there(corpora: Sequence[str | Path]) -> None:
-    for path in corpora:
-        if not Path(path).exists():
-            raise ConfigError(f"there is no corpus at {path}; `dflash-jax data generate` writes one")
-
-
-def _read_lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _repair(path: Path) -> set[int]:
-    """Cuts a torn last line off a corpus file and returns the conversations it has."""
-    if not path.exists():
-        return set()
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        path.write_bytes(whole)
-    return {conversation.index for conversation in read_conversations(path)}
