@@ -147,14 +147,14 @@ def data_generate(
     enable_compile_cache()
     engine = writing_engine(corpus)
     written = tokens = 0
-    refusals: list[str] = []
+    dropped: list[str] = []
     with Bar("writing", corpus.conversations) as bar:
-        for conversation in generate_corpus(engine, corpus, refusals.append):
+        for conversation in generate_corpus(engine, corpus, dropped.append):
             written, tokens = written + 1, tokens + len(conversation.tokens) - conversation.prompt_len
             bar.at(written)
     print(f"{written} conversations with {tokens} tokens of answers written to {corpus.output}")
-    if refusals:
-        print(f"{len(refusals)} prompts left out that the engine cannot run; the first: {refusals[0]}")
+    if dropped:
+        print(f"{len(dropped)} conversations did not come about; the first: {dropped[0]}")
 
 
 @data.command("pack")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +25,7 @@ from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.files import sole_writer
 from dflash_jax.settings import Section
 from dflash_jax.training.claims import difference, flatten, write_claim
-from dflash_jax.training.config import Dtype, Fraction, Positive
+from dflash_jax.training.config import Dtype, Fraction, Positive, Seed
 from dflash_jax.training.conversations import Conversation, read_conversations, repair
 from dflash_jax.training.material import Exchange, Material
 from dflash_jax.training.precision import rounded
@@ -67,7 +67,7 @@ class CorpusConfig(Section):
     question_tokens: Positive = 64
     answer_temperatures: Annotated[tuple[Temperature, ...], Field(min_length=1)] = (0.0, 0.0, 0.5)
     answer_tokens: Positive = 224
-    seed: int = 0
+    seed: Seed = 0
 
     @field_validator("output")
     @classmethod
@@ -98,14 +98,14 @@ def writing_engine(config: CorpusConfig) -> Engine:
 
 
 def generate_corpus(
-    engine: Engine, config: CorpusConfig, on_refusal: Callable[[str], None] = lambda reason: None
+    engine: Engine, config: CorpusConfig, on_dropped: Callable[[str], None] = lambda reason: None
 ) -> Iterator[Conversation]:
     """Writes the conversations that the output file lacks, yielding each as it is written.
 
     Args:
       engine: with the target and its tokenizer.
       config: what to write.
-      on_refusal: is told why the engine could not run a prompt, for each that is left out.
+      on_dropped: is told the reason for each conversation that does not come about.
 
     Raises:
       ConfigError: the target has no chat template, a file named in the config cannot be used, the output is another
@@ -113,7 +113,7 @@ def generate_corpus(
     """
     if engine.tokenizer is None or not engine.tokenizer.has_chat_template:
         raise ConfigError(f"target.path {config.target.path!r} has no chat template, so it cannot ask or answer")
-    writer = _Writer(engine, config, on_refusal)
+    writer = _Writer(engine, config, on_dropped)
     output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with sole_writer(output, f"the corpus {output}"), output.open("a", encoding="utf-8") as file:
@@ -132,7 +132,7 @@ def generate_corpus(
                 found = True
                 yield conversation
     if not found:
-        raise ConfigError(f"no conversation came about for {output}: {writer.first_failure}")
+        raise ConfigError(f"no conversation came about for {output}: {writer.first_dropped}")
 
 
 def _wants_more(engine: Engine) -> bool:
@@ -168,14 +168,13 @@ class _Writer:
     """Conversations in flight.
 
     Attributes:
-      first_failure: why the first conversation did not come about that did not; of refused prompts if there are any.
+      first_dropped: why the first conversation did not come about that did not.
     """
 
-    def __init__(self, engine: Engine, config: CorpusConfig, on_refusal: Callable[[str], None]):
+    def __init__(self, engine: Engine, config: CorpusConfig, on_dropped: Callable[[str], None]):
         assert engine.tokenizer is not None
         self._engine, self._config, self._tokenizer = engine, config, engine.tokenizer
-        self._on_refusal, self._refused = on_refusal, False
-        self.first_failure = ""
+        self._on_dropped, self.first_dropped = on_dropped, ""
         self._starters = [""] if config.starters is None else read_lines(config.starters, "starters")
         self._prompts = None if config.prompts is None else read_prompts(config.prompts)
         self._material = None if config.requests is None else self._read_material(config.material, config.requests)
@@ -210,7 +209,7 @@ class _Writer:
             if completion is None:
                 continue
             if completion.finish_reason == "error":
-                self._refuse(update.id, str(completion.error))
+                self._drop(update.id, str(completion.error))
                 continue
             prompt = self._prompt_of.pop(update.id)
             question = self._questions.pop(update.id, "")
@@ -227,15 +226,14 @@ class _Writer:
             text = (question + (completion.text or "")).strip()
             # A message cut off by the length limit would train on prompts nobody writes.
             if completion.finish_reason == "stop" and text:
-                self._questions[f"{index}/answer"] = text
                 self._answer(int(index), [{"role": "user", "content": text}])
-            elif not self.first_failure:
-                self.first_failure = (
-                    "the target did not end its messages, or said nothing; give more question_tokens than "
-                    f"{self._config.question_tokens}, or other starters"
-                )
+                continue
+            why = f"it did not end within question_tokens {self._config.question_tokens}" if text else "it is empty"
+            self._drop(update.id, f"the message that the target began with {question!r} cannot be answered: {why}")
 
     def _answer(self, index: int, prompt: Prompt) -> None:
+        if not isinstance(prompt, str) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
+            self._questions[f"{index}/answer"] = prompt[0]["content"]
         self._run(
             f"{index}/answer",
             prompt,
@@ -249,16 +247,15 @@ class _Writer:
             self._engine.add_request(tokens, {**sampling, "seed": self._seed(request_id)}, request_id=request_id)
         except RequestError as error:
             # Too long for the engine: nothing to learn from a prompt without an answer.
-            self._refuse(request_id, str(error))
+            self._drop(request_id, str(error))
             return
         self._prompt_of[request_id] = tokens
 
-    def _refuse(self, request_id: str, reason: str) -> None:
+    def _drop(self, request_id: str, reason: str) -> None:
         self._questions.pop(request_id, None)
         self._prompt_of.pop(request_id, None)
-        if not self._refused:
-            self.first_failure, self._refused = reason, True
-        self._on_refusal(reason)
+        self.first_dropped = self.first_dropped or reason
+        self._on_dropped(reason)
 
     def _read_material(self, corpora: Sequence[str], requests: str) -> Material:
         said = itertools.chain.from_iterable(map(read_conversations, corpora))

@@ -92,6 +92,8 @@ def test_prompts_of_a_file_are_answered_in_turn(engine, tmp_path):
     assert sorted(found) == [0, 1, 2, 3]
     assert found[0].tokens[: found[0].prompt_len] == engine.tokenize([{"role": "user", "content": "one"}])
     assert found[3].tokens[: found[3].prompt_len] == engine.tokenize(lines[1]["messages"])
+    # A single message is a question that others may be asked after; what follows others is none.
+    assert (found[0].question, found[3].question) == ("one", "")
 
 
 def test_requests_are_about_what_was_written_before(engine, tmp_path):
@@ -204,7 +206,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(engine, tmp_path, mo
     code, out, _ = call(monkeypatch, capsys, engine, "data", "generate", tmp_path / "config.yaml")
     assert code == 0
     assert out.startswith("1 conversations with ")
-    assert "2 prompts left out that the engine cannot run; the first: the prompt has 3" in out
+    assert "2 conversations did not come about; the first: the prompt has 3" in out
     assert [c.index for c in read_conversations(config.output)] == [1]
     # Run again, it has something, and nothing more to write.
     assert call(monkeypatch, capsys, engine, "data", "generate", tmp_path / "config.yaml")[0] == 0
@@ -217,7 +219,7 @@ def test_a_corpus_that_stays_empty_is_an_error_with_its_reason(engine, tmp_path,
     code, out, err = call(monkeypatch, capsys, engine, "data", "generate", tmp_path / "config.yaml")
     assert (code, out) == (2, "")
     assert "no conversation came about for" in err and "leaves no room to answer in engine.max_model_len 256" in err
-    with pytest.raises(ConfigError, match="give more question_tokens than 1"):
+    with pytest.raises(ConfigError, match="did not end within question_tokens 1"):
         list(generate_corpus(engine, corpus(tmp_path / "mute.jsonl", question_tokens=1)))
     (tmp_path / "starters.txt").write_text("x" * 300)
     with pytest.raises(ConfigError, match="leaves no room"):

@@ -143,7 +143,7 @@ def cache(directory, data, layers=(1, 2), fingerprint="a", limit_gb=1.0):
     loaded = target()
     extractor = Counting(loaded.params, loaded.config)
     return extractor, CachedFeatures(
-        data, extractor, layers, directory=directory, target=fingerprint, hidden=128, limit_gb=limit_gb
+        data, extractor, layers, directory=directory, target=fingerprint, dtype="float32", hidden=128, limit_gb=limit_gb
     )
 
 
