@@ -65,9 +65,7 @@ class Material:
         if not self._requests:
             raise ConfigError("`requests` names a file without a request; write one in each line")
         if not self._exchanges:
-            raise ConfigError(
-                f"`material` has no answer to one question with a passage of {words // 2} to {words} words"
-            )
+            raise ConfigError(f"`material` has no answer with a passage of {words // 2} to {words} words")
 
     def messages(self, rng: random.Random) -> Messages:
         """One prompt: the same for the same state of `rng`."""
