@@ -190,17 +190,15 @@ def data_features(
     set_: _Set = None,
 ) -> None:
     """Compute the target's features of a run's data ahead of it; what is there already stays."""
-    from rich.progress import Progress
-
     from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.progress import Bar
     from dflash_jax.training import TrainConfig
     from dflash_jax.training.setup import build_features
 
     run = _read(TrainConfig, config, set_)
     enable_compile_cache()
-    with Progress() as progress:
-        task = progress.add_task("features", total=None)
-        build_features(run, lambda done, total: progress.update(task, completed=done, total=total))
+    with Bar("computing features", 0) as bar:
+        build_features(run, lambda done, total: bar.at(done, total=total))
 
 
 @app.command()

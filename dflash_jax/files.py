@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import numpy as np
 
 from dflash_jax.errors import ConfigError
 
@@ -27,6 +30,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
         os.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
+
+
+def replace_array(path: Path, array: np.ndarray) -> None:
+    """The same for an array, as `np.save` writes it."""
+    content = io.BytesIO()
+    np.save(content, array)
+    replace_file(path, content.getvalue())
 
 
 @contextmanager

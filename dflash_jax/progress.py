@@ -18,7 +18,7 @@ class Bar:
 
     Args:
       what: what is going on, as a participle.
-      total: how many there are to do.
+      total: how many there are to do; 0 where that turns out later.
       done: how many are done already.
       console: where to; stderr unless given.
     """
@@ -47,10 +47,13 @@ class Bar:
     ) -> None:
         self._progress.stop()
 
-    def at(self, done: int, figures: str | None = None) -> None:
-        """So many are done; the figures stay what they were unless given."""
+    def at(self, done: int, figures: str | None = None, total: int | None = None) -> None:
+        """So many are done; the figures and the total stay what they were unless given."""
+        self._total = self._total if total is None else total
         self._done, self._figures = done, self._figures if figures is None else figures
-        self._progress.update(self._task, description=self._what, completed=done, figures=escape(self._figures))
+        self._progress.update(
+            self._task, description=self._what, total=self._total, completed=done, figures=escape(self._figures)
+        )
         if not self._console.is_terminal and time.monotonic() - self._noted > LINE_SECONDS:
             self.note(f"{self._what}: {', '.join(filter(None, [f'{done}/{self._total} done', self._figures]))}")
 

@@ -29,8 +29,11 @@ def test_a_file_keeps_its_content_until_it_has_the_new_one(tmp_path, monkeypatch
 
 
 def test_a_second_writer_is_refused_until_the_first_has_gone(tmp_path):
+    def write() -> str:
+        with sole_writer(tmp_path / "lock", "the run"):
+            return "written"
+
     again = pytest.raises(ConfigError, match="another process is writing the run")
-    with sole_writer(tmp_path / "lock", "the run"), again, sole_writer(tmp_path / "lock", "the run"):
-        pass
-    with sole_writer(tmp_path / "lock", "the run"):
-        pass
+    with sole_writer(tmp_path / "lock", "the run"), again:
+        write()
+    assert write() == "written"

@@ -9,7 +9,6 @@ the job goes on.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 
 from dflash_jax.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.files import replace_file
 
 _JOB, _ENGINE = "job.json", "engine"
 
@@ -64,9 +64,7 @@ class JobSnapshot:
             if self._recorded() != self._settings:
                 self.remove()
                 self.directory.mkdir(parents=True, exist_ok=True)
-                scratch = self.directory / (_JOB + ".new")
-                scratch.write_text(json.dumps(self._settings), encoding="utf-8")
-                os.replace(scratch, self.directory / _JOB)
+                replace_file(self.directory / _JOB, json.dumps(self._settings))
             engine.snapshot(self.directory / _ENGINE)
         except OSError as error:
             raise ConfigError(f"the snapshot {self.directory} cannot be written ({error.strerror or error})") from None

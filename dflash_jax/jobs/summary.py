@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.errors import ConfigError
+from dflash_jax.files import replace_file
 from dflash_jax.jobs.writer import Row
 
 REASONS = ("stop", "length", "abort", "error")
@@ -63,10 +63,8 @@ def write_summary(output: str | Path, values: Mapping[str, Any]) -> Path:
       ConfigError: it cannot be written.
     """
     path = summary_path(output)
-    scratch = path.with_name(path.name + ".new")
     try:
-        scratch.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(scratch, path)
+        replace_file(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
     except OSError as error:
         raise ConfigError(f"the summary {path} cannot be written ({error.strerror})") from None
     return path

@@ -6,7 +6,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.dataset import Dataset
-from dflash_jax.training.rows import plan_rows
+from dflash_jax.training.rows import RowPlan
 
 
 def check_shapes(config: TrainConfig) -> None:
@@ -25,15 +25,13 @@ def check_shapes(config: TrainConfig) -> None:
             )
 
 
-def check_draft(config: TrainConfig, draft: DraftConfig, target: TargetConfig, dataset: Dataset) -> None:
+def check_draft(config: TrainConfig, draft: DraftConfig, target: TargetConfig, dataset: Dataset, plan: RowPlan) -> None:
     """Raises ConfigError unless the draft can be trained on the data and evaluated with the target."""
     if draft.block_size > config.data.max_length:
         raise ConfigError(
             f"the draft's blocks of {draft.block_size} tokens are longer than data.max_length "
             f"{config.data.max_length}; the last positions would never be trained"
         )
-    loss = config.loss
-    plan = plan_rows(dataset.counts, unseen=loss.unseen, frequent=loss.frequent, drawn=loss.drawn)
     rows = len(plan.always) + plan.drawn
     if draft.selector is not None and rows < draft.selector.top_k:
         raise ConfigError(

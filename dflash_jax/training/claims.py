@@ -46,18 +46,8 @@ def read_claim(file: Path) -> dict[str, Any]:
     return recorded
 
 
-def difference(file: Path, settings: Mapping[str, Any], older: Mapping[str, Any] | None = None) -> str | None:
-    """How settings differ from those recorded in a file, as a clause; None if they are the same.
-
-    Args:
-      file: the record.
-      settings: what is asked for now.
-      older: what settings were that a record made before they existed does not have.
-
-    Raises:
-      ConfigError: the file is no record.
-    """
-    recorded = {**(older or {}), **read_claim(file)}
+def difference(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
+    """How settings differ from recorded ones, as a clause; None if they are the same."""
     changed = sorted(name for name in {*settings, *recorded} if settings.get(name) != recorded.get(name))
     if not changed:
         return None

@@ -24,10 +24,10 @@ from dflash_jax.engine.engine import Prompt
 from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.files import sole_writer
 from dflash_jax.settings import Section
-from dflash_jax.training.claims import difference, flatten, write_claim
+from dflash_jax.training.claims import difference, flatten, read_claim, write_claim
 from dflash_jax.training.config import Dtype, Fraction, Positive, Seed
 from dflash_jax.training.conversations import Conversation, read_conversations, repair
-from dflash_jax.training.material import Exchange, Material
+from dflash_jax.training.material import Material
 from dflash_jax.training.precision import rounded
 from dflash_jax.training.questions import read_lines, read_prompts
 
@@ -142,7 +142,7 @@ def _wants_more(engine: Engine) -> bool:
 def _claim(output: Path, config: CorpusConfig, begun: bool) -> None:
     """Records beside a corpus what its text depends on, or refuses to go on with other text."""
     file, settings = output.with_name(f"{output.name}.json"), _settings(config)
-    if begun and file.exists() and (changed := difference(file, settings)):
+    if begun and file.exists() and (changed := difference(read_claim(file), settings)):
         raise ConfigError(f"{output} was written with other settings ({changed}); give another output")
     write_claim(file, settings)
 
@@ -260,7 +260,7 @@ class _Writer:
     def _read_material(self, corpora: Sequence[str], requests: str) -> Material:
         said = itertools.chain.from_iterable(map(read_conversations, corpora))
         answers = ((one.question, self._tokenizer.decode(one.tokens[one.prompt_len :])) for one in said)
-        return Material(itertools.starmap(Exchange.of, answers), read_lines(requests, "requests"))
+        return Material(answers, read_lines(requests, "requests"))
 
     def _temperature(self, index: int) -> float:
         return self._config.answer_temperatures[index % len(self._config.answer_temperatures)]

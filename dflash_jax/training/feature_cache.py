@@ -7,7 +7,6 @@ all sequences, one after the other), a byte per sequence that says whether its s
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import ml_dtypes
@@ -15,8 +14,8 @@ import numpy as np
 from jaxtyping import Float, UInt64
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.files import replace_file
-from dflash_jax.training.claims import difference, write_claim
+from dflash_jax.files import replace_array
+from dflash_jax.training.claims import difference, read_claim, write_claim
 from dflash_jax.training.config import Dtype
 from dflash_jax.training.dataset import Dataset
 from dflash_jax.training.features import FeatureExtractor
@@ -103,7 +102,7 @@ def _check_owner(directory: Path, claim: dict[str, str], dataset: Dataset) -> No
     way_out = "give another data.features, or remove that directory"
     if owner.exists():
         # A directory that was made before dtypes were recorded is taken as it is.
-        if changed := difference(owner, claim, older=claim):
+        if changed := difference({**claim, **read_claim(owner)}, claim):
             raise ConfigError(f"the features in {directory} are of another target or dtype ({changed}); {way_out}")
         known = _known(sequences, way_out)
         if not np.array_equal(known, dataset.hashes[: len(known)]):
@@ -115,9 +114,7 @@ def _check_owner(directory: Path, claim: dict[str, str], dataset: Dataset) -> No
             return
     elif any(directory.glob("layer-*")):
         raise ConfigError(f"the features in {directory} have no {owner.name} to say what they are of; {way_out}")
-    content = io.BytesIO()
-    np.save(content, dataset.hashes)
-    replace_file(sequences, content.getvalue())
+    replace_array(sequences, dataset.hashes)
     write_claim(owner, claim)
 
 

@@ -9,7 +9,7 @@ from dflash_jax.checkpoints import save_target
 from dflash_jax.checkpoints.staging import new_directory
 from dflash_jax.errors import ConfigError
 from dflash_jax.training.checks import check_mask_token
-from dflash_jax.training.claims import difference, flatten, write_claim
+from dflash_jax.training.claims import difference, flatten, read_claim, write_claim
 from dflash_jax.training.config import PretrainSection, RuleSection, TrainConfig
 from dflash_jax.training.init import fresh_config
 from dflash_jax.training.pretrain import fresh_target_config, pretrain
@@ -83,7 +83,7 @@ def _check(directory: Path, name: str, settings: dict[str, object], where: str, 
             f"{where} {directory} is there already and was not made by {section}; leave {section} out to use it, "
             f"or give another {where}"
         )
-    if changed := difference(file, settings):
+    if changed := difference(read_claim(file), settings):
         raise ConfigError(
             f"{where} {directory} was made from other settings ({changed}); "
             f"give another {where}, or remove that directory"

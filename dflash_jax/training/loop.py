@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflash_jax.checkpoints import save_draft
 from dflash_jax.errors import TrainingError
@@ -28,7 +29,6 @@ from dflash_jax.training.log import MetricsLog, read_metrics
 from dflash_jax.training.losses import Tally, report
 from dflash_jax.training.optimiser import make_optimiser
 from dflash_jax.training.plots import plot_metrics
-from dflash_jax.training.rows import RowPlan, plan_rows
 from dflash_jax.training.setup import Run, prepare
 from dflash_jax.training.state import TrainState
 from dflash_jax.training.step import make_eval_step, make_train_step
@@ -79,29 +79,25 @@ def _loop(run: Run, store: RunStore) -> Trained:
         run.draft_config, config.dtype, config.loss, section, make_optimiser(section, config.dtype)
     )
     order = Order(run.dataset, config.seed, section.sequences)
-    plan = plan_rows(
-        run.dataset.counts, unseen=config.loss.unseen, frequent=config.loss.frequent, drawn=config.loss.drawn
-    )
     state = run.start if store.latest_step() is None else store.restore(run.start)
     step = int(state.step)
     log = MetricsLog(store.metrics, step)
     with Bar("training", section.steps, step) as bar, _stop_signals() as stop:
         evaluate = _evaluator(run, log, bar)
-        window, window_start, window_steps = None, time.perf_counter(), 0
+        window, window_start = None, time.perf_counter()
         batch = run.batch(order.sequences(step))
         while step < section.steps and not stop.is_set():
-            state, tally = train_step(state, batch, run.vocabulary, plan, run.scale)
+            state, tally = train_step(state, batch, run.vocabulary, run.plan, run.scale)
             step += 1
             if step < section.steps:
                 # While the device computes.
                 batch = run.batch(order.sequences(step))
             window = tally if window is None else jax.tree.map(jnp.add, window, tally)
-            window_steps += 1
             _check_finite("the loss", tally, step, store)
             if step % config.log_every == 0 or step == section.steps:
-                figures = _train_figures(run, plan, window, time.perf_counter() - window_start, window_steps)
+                figures = _train_figures(window, time.perf_counter() - window_start)
                 log.write(step, "train", figures)
-                window, window_start, window_steps = None, time.perf_counter(), 0
+                window, window_start = None, time.perf_counter()
                 bar.at(
                     step,
                     f"loss {figures['loss']:.3f}, acceptance {figures['acceptance']:.2f}, "
@@ -131,7 +127,7 @@ def _save(store: RunStore, state: TrainState) -> None:
 
 def _check_finite(what: str, values: Any, step: int, store: RunStore) -> None:
     """Raises TrainingError if a number is none."""
-    if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(values)):
+    if all(np.isfinite(leaf).all() for leaf in jax.device_get(jax.tree.leaves(values))):
         return
     saved = store.latest_step()
     before = "no checkpoint was written" if saved is None else f"the checkpoint of step {saved} stays"
@@ -141,7 +137,7 @@ def _check_finite(what: str, values: Any, step: int, store: RunStore) -> None:
     )
 
 
-def _train_figures(run: Run, plan: RowPlan, tally: Tally, seconds: float, steps: int) -> dict:
+def _train_figures(tally: Tally, seconds: float) -> dict:
     anchors = float(tally.count[0])
     return {
         **report(tally),

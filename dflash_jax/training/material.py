@@ -7,7 +7,6 @@ request is said after the beginning of an earlier conversation, as a second turn
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -17,64 +16,47 @@ from dflash_jax.errors import ConfigError
 Messages = list[dict[str, str]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """A question and the sentences of its answer."""
-
-    question: str
-    sentences: tuple[str, ...]
-
-    @staticmethod
-    def of(question: str, answer: str) -> Exchange:
-        """Splits an answer into the sentences that it completes."""
-        return Exchange(question, tuple(re.findall(r"\S.*?[.!?](?=\s|$)", answer, re.DOTALL)))
-
-    def passage(self, words: int) -> str:
-        """The first sentences, as many as have `words` words at most; empty if the first has more."""
-        taken: list[str] = []
-        for sentence in self.sentences:
-            if len(" ".join([*taken, sentence]).split()) > words:
-                break
-            taken.append(sentence)
-        return " ".join(taken)
+def passage(text: str, words: int) -> str:
+    """The first sentences that a text completes, as many as have `words` words at most; empty if the first has more."""
+    taken: list[str] = []
+    for sentence in re.findall(r"\S.*?[.!?](?=\s|$)", text, re.DOTALL):
+        if len(" ".join([*taken, sentence]).split()) > words:
+            break
+        taken.append(sentence)
+    return " ".join(taken)
 
 
 class Material:
-    """Draws prompts from exchanges and requests.
+    """Draws prompts from what was said before, and requests.
 
     Args:
-      exchanges: what was said before.
+      said: questions and their answers.
       requests: what to ask, with `{text}` where a passage belongs, or without as a second turn.
       words: most words of a passage or of a first answer.
 
     Raises:
-      ConfigError: there are no requests, or no exchange to ask them about.
+      ConfigError: there are no requests, or no answer to ask them about.
     """
 
-    def __init__(self, exchanges: Iterable[Exchange], requests: Sequence[str], words: int = 60):
-        self._words = words
+    def __init__(self, said: Iterable[tuple[str, str]], requests: Sequence[str], words: int = 60):
         self._requests = [request for request in requests if request.strip()]
+        passages = ((question, passage(answer, words)) for question, answer in said if question)
         # A code block has no sentences, and a summary of one sentence is that sentence.
-        self._exchanges = [
-            exchange
-            for exchange in exchanges
-            if exchange.question
-            and len(exchange.passage(words).split()) >= words // 2
-            and "```" not in exchange.passage(words)
+        self._said = [
+            (asked, text) for asked, text in passages if len(text.split()) >= words // 2 and "```" not in text
         ]
         if not self._requests:
             raise ConfigError("`requests` names a file without a request; write one in each line")
-        if not self._exchanges:
+        if not self._said:
             raise ConfigError(f"`material` has no answer with a passage of {words // 2} to {words} words")
 
     def messages(self, rng: random.Random) -> Messages:
         """One prompt: the same for the same state of `rng`."""
-        exchange, request = rng.choice(self._exchanges), rng.choice(self._requests)
-        passage = exchange.passage(self._words)
+        (question, text), request = rng.choice(self._said), rng.choice(self._requests)
         if "{text}" in request:
-            return [{"role": "user", "content": request.replace("{text}", passage)}]
+            return [{"role": "user", "content": request.replace("{text}", text)}]
         return [
-            {"role": "user", "content": exchange.question},
-            {"role": "assistant", "content": passage},
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": text},
             {"role": "user", "content": request},
         ]

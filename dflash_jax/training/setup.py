@@ -23,6 +23,7 @@ from dflash_jax.training.feature_cache import CachedFeatures, Features
 from dflash_jax.training.features import FeatureExtractor, fingerprint
 from dflash_jax.training.init import feature_scale, fresh_config, fresh_params, scale_features, unscale_features
 from dflash_jax.training.optimiser import make_optimiser
+from dflash_jax.training.rows import RowPlan, plan_rows
 from dflash_jax.training.state import TrainState, initial_state
 from dflash_jax.training.store import RunStore
 
@@ -37,6 +38,7 @@ class Run:
     dataset: Dataset
     features: Features
     vocabulary: Vocabulary
+    plan: RowPlan
     scale: Float[Array, " features"]
     start: TrainState
 
@@ -73,7 +75,9 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
     check_shapes(config)
     start, draft_config = starting_draft(config, target)
     check_mask_token(draft_config.mask_token_id, target.config, dataset)
-    check_draft(config, draft_config, target.config, dataset)
+    loss = config.loss
+    plan = plan_rows(dataset.counts, unseen=loss.unseen, frequent=loss.frequent, drawn=loss.drawn)
+    check_draft(config, draft_config, target.config, dataset, plan)
     facts = facts_of(config, target, start, draft_config)
     store.claim(config, {**facts, "data fingerprint": dataset.fingerprint})
     features = _open_features(config, target, draft_config, dataset, facts["target fingerprint"])
@@ -86,7 +90,8 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
     else:
         params = scale_features(start, scale)
     state = initial_state(params, make_optimiser(config.optimiser, config.dtype), jax.random.fold_in(key, 2))
-    return Run(config, target, draft_config, dataset, features, borrow(target.params, config.dtype), scale, state)
+    vocabulary = borrow(target.params, config.dtype)
+    return Run(config, target, draft_config, dataset, features, vocabulary, plan, scale, state)
 
 
 def open_data(section: DataSection, vocab_size: int) -> Dataset:

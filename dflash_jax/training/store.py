@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Float
 
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.files import replace_file
+from dflash_jax.files import replace_array
 from dflash_jax.training.claims import difference, flatten, read_claim, write_claim
 from dflash_jax.training.config import CheckpointSection, TrainConfig
 from dflash_jax.training.state import TrainState
@@ -26,7 +25,7 @@ _FREE_DATA = ("data.path", "data.rule", "data.features")
 _DEFAULTS = {"target": "", "output": ".", "draft": {}, "data": {"path": "."}, "optimiser": {"steps": 1}}
 
 # What a run is of beside its config; see `setup.facts_of`.
-FACTS = ("target fingerprint", "data fingerprint", "draft fingerprint", "features in bfloat16")
+_FACTS = ("target fingerprint", "data fingerprint", "draft fingerprint", "features in bfloat16")
 
 
 class RunStore:
@@ -42,7 +41,6 @@ class RunStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=section.keep, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self.directory / "checkpoints", options=options)
-
         self._claim, self._scale = self.directory / "run.json", self.directory / "feature_scale.npy"
 
     @property
@@ -88,10 +86,10 @@ class RunStore:
                 f"{self.directory} has checkpoints but no {self._claim.name} to say what they are of; "
                 "put it back, or give another output"
             )
-        recorded = {name: value for name, value in read_claim(self._claim).items() if name in FACTS}
-        described = {**recorded, **run_settings(config), **facts}
+        recorded = read_claim(self._claim)
+        unseen = {name: value for name, value in recorded.items() if name in _FACTS and name not in facts}
         older = {**run_settings(TrainConfig.model_validate(_DEFAULTS)), **facts}
-        if changed := difference(self._claim, described, older):
+        if changed := difference({**older, **recorded}, {**run_settings(config), **unseen, **facts}):
             raise ConfigError(
                 f"{self.directory} holds a run that was started with another config ({changed}); "
                 "resume it with the same one, or give another output"
@@ -99,9 +97,7 @@ class RunStore:
 
     def save_scale(self, scale: Float[np.ndarray, " features"]) -> None:
         """Keeps what the run divides features by."""
-        content = io.BytesIO()
-        np.save(content, scale)
-        replace_file(self._scale, content.getvalue())
+        replace_array(self._scale, scale)
 
     def load_scale(self) -> Float[np.ndarray, " features"]:
         """What the run divides features by.
@@ -113,7 +109,7 @@ class RunStore:
             return np.load(self._scale)
         except (OSError, ValueError, EOFError) as error:
             raise CheckpointError(
-                f"{self._scale} cannot be read ({first_line(error)}), and the run's checkpoints need it; "
+                f"{self._scale} cannot be read ({_first_line(error)}), and the run's checkpoints need it; "
                 "put it back, or give another output"
             ) from None
 
@@ -130,7 +126,7 @@ class RunStore:
             self._manager.save(step, args=ocp.args.StandardSave(state))
         except Exception as error:  # Orbax raises many classes, none of its own
             raise CheckpointError(
-                f"checkpoint {step} cannot be written to {self.directory} ({first_line(error)}); "
+                f"checkpoint {step} cannot be written to {self.directory} ({_first_line(error)}); "
                 "what was saved before stays, and the run goes on from there"
             ) from error
 
@@ -155,7 +151,7 @@ class RunStore:
                 else "it is the only one, so give another output"
             )
             raise CheckpointError(
-                f"checkpoint {step} of {self.directory} cannot be restored ({first_line(error)}); {way_out}"
+                f"checkpoint {step} of {self.directory} cannot be restored ({_first_line(error)}); {way_out}"
             ) from error
 
     def close(self) -> None:
@@ -169,6 +165,6 @@ def run_settings(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if not name.startswith(_FREE_DATA)}
 
 
-def first_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """What an exception says, without the rest of a page."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
