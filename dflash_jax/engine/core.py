@@ -7,7 +7,6 @@ prompts' next chunks, and the decoding slots' next rounds.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 
@@ -66,7 +65,7 @@ class Core:
         Raises:
           ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
         """
-        self.models = models
+        self.models = device.arranged(models, implementation)
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.k = 0
@@ -93,10 +92,6 @@ class Core:
             )
         if self.k >= longest:
             raise ConfigError(f"draft.k is {self.k}; it must be below engine.max_model_len {longest}")
-
-    @functools.cached_property
-    def _turned_head(self) -> Models:
-        return device.turned_head(self.models)
 
     @property
     def has_work(self) -> bool:
@@ -191,10 +186,9 @@ class Core:
         part = device.part(rows, 0, count, scheduler.bucket(count, 1, self.config.max_slots))
         mapping = np.array(part.idx_mapping)
         drafts = self.k if any(p.decoding and self._speculates(p) for p in self.host.running) else 0
-        own_products = device.own_products(self.models, len(mapping) * (1 + drafts))
-        run = device.decode_program(donate=self.config.donate, own_products=own_products)
+        run = device.decode_program(donate=self.config.donate)
         self.state, report = run(
-            self._turned_head if own_products else self.models,
+            self.models,
             self.state.replace(rows=part),
             drafts=drafts,
             rounds=self.config.rounds_per_step,

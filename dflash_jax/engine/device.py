@@ -9,19 +9,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from dflash_jax.engine import rows as row_ops
 from dflash_jax.engine.request import Progress
 from dflash_jax.engine.scheduler import Chunk
 from dflash_jax.engine.state import MAX_STOP_TOKENS, Models, Rows, Slots
 from dflash_jax.engine.steps import prefill, run_rounds
-from dflash_jax.models.target import head
+from dflash_jax.kernels.choice import Implementation
+from dflash_jax.kernels.product import RowMatrix, native
+from dflash_jax.models.weights import is_matrix
 from dflash_jax.sampling import Sampler
-
-# XLA hands products on CPUs to YNNPACK, which takes nearly twice as long as XLA's own code over the 2 to 6
-# rows of a block, and is the faster of the two for more.
-_OWN_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
-_MOST_OWN_ROWS = 6
 
 
 @functools.cache
@@ -31,37 +29,30 @@ def prefill_program(*, donate: bool) -> Callable:
 
 
 @functools.cache
-def decode_program(*, donate: bool, own_products: bool) -> Callable:
-    """`run_rounds`, compiled; `own_products` as of the function of that name."""
+def decode_program(*, donate: bool) -> Callable:
+    """`run_rounds`, compiled; with `donate` its state's memory is used again."""
     return jax.jit(
         run_rounds,
         static_argnames=("drafts", "rounds", "implementation"),
         donate_argnames=("state",) if donate else (),
-        compiler_options=_OWN_PRODUCTS if own_products else None,
     )
 
 
-def own_products(models: Models, rows: int) -> bool:
-    """Whether products of that many rows are faster in XLA's own code than in the library it calls by default."""
-    single = head(models.target)["weight"].dtype == jnp.float32
-    return jax.default_backend() == "cpu" and single and 1 < rows <= _MOST_OWN_ROWS and _knows_own_products()
+def arranged(models: Models, implementation: Implementation | None) -> Models:
+    """The models as the device is fastest with them.
 
-
-@functools.cache
-def _knows_own_products() -> bool:
-    try:
-        jax.jit(lambda x: x, compiler_options=_OWN_PRODUCTS).lower(0.0).compile()
-    except jax.errors.JaxRuntimeError:
-        # The option is XLA's to rename.
-        return False
-    return True
-
-
-def turned_head(models: Models) -> Models:
-    """The models with a copy of a tied LM head as XLA's own products need it: a column per token."""
-    if models.target.lm_head is not None:
+    On CPUs that is with a row of each matrix per output, for the native product. They stay as they are where it is
+    not available, where an `implementation` is asked for, and where they lie so already.
+    """
+    if implementation is not None or isinstance(models.target.embedding, RowMatrix) or not native.available():
         return models
-    return models.replace(target=models.target.replace(lm_head=models.target.embedding.T.copy()))
+
+    def arrange(path: tuple, leaf: Array) -> Array | RowMatrix:
+        known = leaf.dtype in (jnp.float32, jnp.bfloat16)
+        return RowMatrix(jnp.asarray(leaf).T) if known and is_matrix(path, leaf) else leaf
+
+    models = jax.tree_util.tree_map_with_path(arrange, models)
+    return models.replace(target=models.target.replace(embedding=RowMatrix(models.target.embedding)))
 
 
 condense = jax.jit(row_ops.condense)

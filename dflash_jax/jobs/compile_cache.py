@@ -6,7 +6,7 @@ import os
 
 import jax
 
-from dflash_jax.checkpoints.wheels import cache_directory
+from dflash_jax.files import cache_directory
 
 
 def enable_compile_cache() -> None:

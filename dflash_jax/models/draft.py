@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.kernels.block_attention import block_attention
 from dflash_jax.kernels.choice import Implementation
 from dflash_jax.kernels.lm_head import best_tokens
+from dflash_jax.kernels.product import RowMatrix
 from dflash_jax.models.cache import Context, KeyValues
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig
 from dflash_jax.models.layers import linear, mlp, project_kv, project_q, rms_norm
@@ -69,7 +70,7 @@ def conv_deltas(
 def run_block(
     params: DraftParams,
     config: DraftConfig,
-    embedding: Float[Array, "vocab hidden"],
+    embedding: Float[Array, "vocab hidden"] | RowMatrix,
     context: Context,
     anchor: Int[Array, " rows"],
     drafts: int,
@@ -167,8 +168,11 @@ class Shortlist(struct.PyTreeNode):
 def make_shortlist(target: TargetParams, tokens: Sequence[int]) -> Shortlist:
     """The shortlist of some token ids; the LM head's columns are copied."""
     ids = jnp.asarray(sorted(set(tokens)), jnp.int32)
-    columns = target.embedding[ids].T if target.lm_head is None else target.lm_head[:, ids]
-    return Shortlist(ids, columns)
+    if target.lm_head is None:
+        return Shortlist(ids, target.embedding[ids].T)
+    if isinstance(target.lm_head, RowMatrix):
+        return Shortlist(ids, target.lm_head[ids].T)
+    return Shortlist(ids, target.lm_head[:, ids])
 
 
 def draft_head(config: DraftConfig, target: TargetParams, shortlist: Shortlist | None = None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ differing in structure.
 
 from __future__ import annotations
 
+import jax
 from flax import struct
 from jaxtyping import Array, Float
 
@@ -94,3 +95,9 @@ class DraftParams(struct.PyTreeNode):
     layers: tuple[LayerWeights, ...]
     norm: Float[Array, " hidden"]
     selector: SelectorWeights | None = None
+
+
+def is_matrix(path: tuple, leaf: Array) -> bool:
+    """Whether a weight is one that activations are multiplied by: two-dimensional, and no table of rows."""
+    name = jax.tree_util.keystr(path)
+    return leaf.ndim == 2 and "codebook" not in name and "embedding" not in name

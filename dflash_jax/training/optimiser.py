@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
+from dflash_jax.models.weights import is_matrix
 from dflash_jax.training.config import Dtype, UpdateSection
-from dflash_jax.training.precision import is_matrix, mixed_matmul, mixed_products
+from dflash_jax.training.precision import mixed_matmul, mixed_products
 
 # Of the quintic iteration that pushes singular values towards 1 (Jordan et al. 2024, "Muon").
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, PyTree
 
-from dflash_jax.models.weights import TargetParams
+from dflash_jax.models.weights import TargetParams, is_matrix
 from dflash_jax.training.config import Dtype
 
 _PADDING = 32
@@ -22,12 +22,6 @@ class MixedMatrix:
     def __rmatmul__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
         flat = mixed_matmul(x.reshape(-1, x.shape[-1]), self.value)
         return flat.reshape(*x.shape[:-1], flat.shape[-1])
-
-
-def is_matrix(path: tuple, leaf: Array) -> bool:
-    """Whether a weight is one that activations are multiplied by: two-dimensional, and no table of rows."""
-    name = jax.tree_util.keystr(path)
-    return leaf.ndim == 2 and "codebook" not in name and "embedding" not in name
 
 
 def in_precision(params: PyTree, dtype: Dtype) -> PyTree:

@@ -330,6 +330,18 @@ _OF_GOLDEN_PAIRS = (
         r"assert",
     ),
     Mutant(
+        "leave out what does not fill a register, in the product's kernel on CPUs",
+        (("kernels/product/native.cc", "if (const int64_t left = p.inputs - k)", "if (const int64_t left = 0)"),),
+        _KERNELS + "test_product.py::test_it_is_the_product",
+        r"Not equal to tolerance",
+    ),
+    Mutant(
+        "take every group of rows for the first, in the product's kernel on CPUs",
+        (("kernels/product/native.cc", "const float* x = p.x + row * p.inputs;", "const float* x = p.x;"),),
+        _KERNELS + "test_product.py::test_a_rows_result_is_the_same_bits_alone_and_in_a_block[576-193-float32]",
+        r"Arrays are not equal",
+    ),
+    Mutant(
         "walk from the anchor at every position, in the selector's kernel",
         (("kernels/selector/pallas.py", "        return token\n", "        return previous\n"),),
         _KERNELS + "test_selector.py::test_each_choice_follows_the_one_before[pallas]",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.choice import Implementation, choose
 from dflash_jax.kernels.lm_head import pallas, xla
-
-_IMPLEMENTATIONS = {"reference": xla.best_tokens, "xla": xla.best_tokens, "pallas": pallas.best_tokens}
+from dflash_jax.kernels.product import RowMatrix
 
 
 def best_tokens(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "inputs outputs"],
+    weight: Float[Array, "inputs outputs"] | RowMatrix,
     *,
     tied: bool,
     top_k: int,
@@ -24,7 +25,7 @@ def best_tokens(
 
     Args:
       hidden: final hidden states, normalised.
-      weight: [vocab, hidden] if tied, else [hidden, vocab].
+      weight: [vocab, hidden] if tied, else [hidden, vocab]; a `RowMatrix` is either.
       tied: whether the head is the transposed embedding.
       top_k: how many; 1 is the argmax.
       multiplier: scales the logits.
@@ -32,19 +33,21 @@ def best_tokens(
       implementation: overrides what the platform decides; see `kernels.choice`. "pallas" writes no
         logits to memory.
     """
-    compute = _IMPLEMENTATIONS[_choice(hidden, weight, tied, top_k, implementation)]
-    return compute(hidden, weight, tied=tied, top_k=top_k, multiplier=multiplier, softcap=softcap)
+    how: dict[str, Any] = {"tied": tied, "top_k": top_k, "multiplier": multiplier, "softcap": softcap}
+    if isinstance(weight, RowMatrix) or _choice(hidden, weight, tied, top_k, implementation) != "pallas":
+        return xla.best_tokens(hidden, weight, **how)
+    return pallas.best_tokens(hidden, weight, **how)
 
 
 def writes_logits(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "inputs outputs"],
+    weight: Float[Array, "inputs outputs"] | RowMatrix,
     *,
     tied: bool,
     implementation: Implementation | None = None,
 ) -> bool:
     """Whether the argmax by `best_tokens` writes all logits to memory, where others may as well use them."""
-    return _choice(hidden, weight, tied, 1, implementation) != "pallas"
+    return isinstance(weight, RowMatrix) or _choice(hidden, weight, tied, 1, implementation) != "pallas"
 
 
 def _choice(hidden, weight, tied: bool, top_k: int, implementation: Implementation | None) -> Implementation:

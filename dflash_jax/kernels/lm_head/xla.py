@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels.product import RowMatrix
+
 
 def head_logits(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "inputs outputs"],
+    weight: Float[Array, "inputs outputs"] | RowMatrix,
     *,
     tied: bool,
     multiplier: float = 1.0,
@@ -19,7 +21,10 @@ def head_logits(
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     equation = "...h,vh->...v" if tied else "...h,hv->...v"
     with jax.named_scope("lm_head"):
-        logits = jnp.einsum(equation, hidden.astype(weight.dtype), weight, preferred_element_type=wide)
+        if isinstance(weight, RowMatrix):
+            logits = weight.product(hidden.astype(weight.dtype))
+        else:
+            logits = jnp.einsum(equation, hidden.astype(weight.dtype), weight, preferred_element_type=wide)
     if multiplier != 1:
         logits = logits * multiplier
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
@@ -27,7 +32,7 @@ def head_logits(
 
 def best_tokens(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "inputs outputs"],
+    weight: Float[Array, "inputs outputs"] | RowMatrix,
     *,
     tied: bool,
     top_k: int,

@@ -1,0 +1,180 @@
+// Products of a few rows with a large matrix, y = x w^T, at the speed at which a CPU reads the matrix.
+//
+// A library's product first copies the matrix into an order that suits many rows, which costs a few rows more than
+// the product itself. Here it is read once, in place: a row of it is as long as a row of x, so that every output is
+// an inner product of two rows, and what is read meets all rows of x while it is in a register. The order of each
+// sum does not depend on the number of rows, so a row's result is the same bits whatever it is multiplied with.
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+// A tile of sums, kMostRows by kWide, fits in the registers of a core.
+constexpr int kMostRows = 6;
+constexpr int kWide = 2;
+
+typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Lanes Load(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
+inline Lanes Load(const BFloat16* at) {
+  const Bits bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Bits) << 16;
+  return (Lanes)bits;
+}
+
+// The first `count` values, and zeros.
+template <typename Value>
+inline Lanes Load(const Value* at, int64_t count) {
+  Value values[kLanes] = {};
+  std::copy(at, at + count, values);
+  return Load(values);
+}
+
+// sum + x y. Which of them is fused is not left to the compiler, that would choose as suits each place.
+inline Lanes MultiplyAdd(Lanes x, Lanes y, Lanes sum) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(x, y, sum);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(x, y, sum);
+#else
+  return sum + x * y;
+#endif
+}
+
+template <typename Weight>
+struct Product {
+  const float* x;   // [rows, inputs]
+  const Weight* w;  // [outputs, inputs]
+  float* y;         // [rows, outputs]
+  int64_t rows, inputs, outputs;
+};
+
+// Outputs n .. n + kWide, as far as `to`, of kRows rows.
+template <int kRows, typename Weight>
+void Tile(const Product<Weight>& p, int64_t row, int64_t n, int64_t to) {
+  const float* x = p.x + row * p.inputs;
+  const Weight* w[kWide];
+  for (int i = 0; i < kWide; ++i) w[i] = p.w + std::min(n + i, to - 1) * p.inputs;
+  Lanes sum[kRows][kWide] = {};
+  int64_t k = 0;
+  for (; k + kLanes <= p.inputs; k += kLanes) {
+    Lanes value[kWide];
+    for (int i = 0; i < kWide; ++i) {
+      __builtin_prefetch(w[i] + k + kWide * p.inputs);
+      value[i] = Load(w[i] + k);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Lanes factor = Load(x + r * p.inputs + k);
+      for (int i = 0; i < kWide; ++i) sum[r][i] = MultiplyAdd(factor, value[i], sum[r][i]);
+    }
+  }
+  if (const int64_t left = p.inputs - k)
+    for (int r = 0; r < kRows; ++r) {
+      const Lanes factor = Load(x + r * p.inputs + k, left);
+      for (int i = 0; i < kWide; ++i) sum[r][i] = MultiplyAdd(factor, Load(w[i] + k, left), sum[r][i]);
+    }
+  for (int r = 0; r < kRows; ++r)
+    for (int64_t i = 0; i < kWide && n + i < to; ++i) {
+      float total = 0;
+      for (int lane = 0; lane < kLanes; ++lane) total += sum[r][i][lane];
+      p.y[(row + r) * p.outputs + n + i] = total;
+    }
+}
+
+// Outputs from .. to of all rows, in groups of like size.
+template <typename Weight>
+void Compute(const Product<Weight>& p, int64_t from, int64_t to) {
+  const int64_t groups = (p.rows + kMostRows - 1) / kMostRows;
+  for (int64_t n = from; n < to; n += kWide)
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t row = group * p.rows / groups;
+      switch ((group + 1) * p.rows / groups - row) {
+        case 1: Tile<1>(p, row, n, to); break;
+        case 2: Tile<2>(p, row, n, to); break;
+        case 3: Tile<3>(p, row, n, to); break;
+        case 4: Tile<4>(p, row, n, to); break;
+        case 5: Tile<5>(p, row, n, to); break;
+        case kMostRows: Tile<kMostRows>(p, row, n, to); break;
+      }
+    }
+}
+
+// Work in parts, which the threads that come take one after the other. Whoever waits has found no part left to
+// take, so that all are in somebody's hands: a pool that is busy, or has a single thread, holds nobody up.
+struct Parts {
+  explicit Parts(int64_t count) : count(count) {}
+
+  template <typename Work>
+  void Take(const Work& work) {
+    for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      work(part);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  const int64_t count;
+  std::atomic<int64_t> next{0}, done{0};
+};
+
+template <typename Weight>
+void Run(ffi::ThreadPool& pool, const Product<Weight>& p) {
+  constexpr int64_t kSmall = 1 << 14;  // weights that are not worth a second thread
+  const int64_t threads = p.inputs * p.outputs < kSmall ? 1 : std::max<int64_t>(1, pool.num_threads());
+  const int64_t count = std::clamp<int64_t>(threads == 1 ? 1 : 2 * threads, 1, std::max<int64_t>(1, p.outputs));
+  auto parts = std::make_shared<Parts>(count);
+  auto work = [p, count](int64_t part) { Compute(p, part * p.outputs / count, (part + 1) * p.outputs / count); };
+  for (int64_t helper = 1; helper < std::min(threads, count); ++helper)
+    pool.Schedule([parts, work] { parts->Take(work); });
+  parts->Take(work);
+  while (parts->done.load(std::memory_order_acquire) < count) {
+  }
+}
+
+ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y) {
+  const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = y->dimensions()[1];
+  auto run = [&](auto weights) {
+    using Weight = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
+    Run(pool, Product<Weight>{x.typed_data(), weights, y->typed_data(), rows, inputs, outputs});
+    return ffi::Error::Success();
+  };
+  switch (w.element_type()) {
+    case ffi::F32: return run(static_cast<const float*>(w.untyped_data()));
+    case ffi::BF16: return run(static_cast<const BFloat16*>(w.untyped_data()));
+    default: return ffi::Error::InvalidArgument("the matrix must be float32 or bfloat16");
+  }
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashMultiply, Multiply,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());

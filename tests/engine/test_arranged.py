@@ -1,0 +1,78 @@
+"""How an engine lays its models out, and that it changes nothing but its speed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflash_jax import Engine, EngineConfig
+from dflash_jax.engine import device
+from dflash_jax.kernels.product import RowMatrix, native
+from dflash_jax.models.draft import make_shortlist
+from tests.pairs import SAMPLING, SIZES, models
+
+PAIR = "recall-dflash2"
+MODELS = models(PAIR)
+TIED = MODELS.replace(target=MODELS.target.replace(lm_head=None))
+PROMPTS = [[60, 1, 2, 33, 4, 5], [60, 9, 2, 8]]
+
+
+def listed(of):
+    return of.replace(shortlist=make_shortlist(of.target, range(0, 64, 2)))
+
+
+def test_matrices_lie_a_row_per_output_and_all_else_as_before():
+    before, after = listed(MODELS), device.arranged(listed(MODELS), None)
+    np.testing.assert_array_equal(
+        after.target.layers[0].mlp.up_proj.weight.value, before.target.layers[0].mlp.up_proj.weight.T
+    )
+    np.testing.assert_array_equal(after.target.lm_head.value, before.target.lm_head.T)
+    np.testing.assert_array_equal(after.draft.fc.value, before.draft.fc.T)
+    np.testing.assert_array_equal(after.shortlist.head.value, before.shortlist.head.T)
+    assert after.draft.selector.successor_codebook is before.draft.selector.successor_codebook
+    assert after.target.norm is before.target.norm
+
+
+def test_an_embedding_lies_so_already_and_is_not_copied():
+    assert device.arranged(TIED, None).target.embedding.value is TIED.target.embedding
+
+
+def test_what_is_arranged_or_needs_not_be_is_left_alone(monkeypatch):
+    after = device.arranged(MODELS, None)
+    assert device.arranged(after, None) is after
+    assert device.arranged(MODELS, "xla") is MODELS
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert device.arranged(MODELS, None) is MODELS
+
+
+@pytest.mark.parametrize("of", [MODELS, TIED], ids=["", "tied"])
+def test_a_shortlist_of_arranged_models_is_the_shortlist(of):
+    one, other = (make_shortlist(target, [3, 1, 60]) for target in (of.target, device.arranged(of, None).target))
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("of", [MODELS, TIED, listed(MODELS), listed(TIED)], ids=["", "tied", "listed", "tied listed"])
+def test_tokens_and_drafts_are_the_same(of):
+    def completions(implementation):
+        served = Engine(of, EngineConfig(**SIZES), k=3, implementation=implementation)
+        return served.generate(PROMPTS, SAMPLING)
+
+    for native_, other in zip(completions(None), completions("xla"), strict=True):
+        assert native_.token_ids == other.token_ids
+        assert native_.drafted_blocks == other.drafted_blocks
+
+
+def test_bfloat16_is_arranged_and_float16_is_not():
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), MODELS)
+    assert not any(
+        isinstance(leaf, RowMatrix)
+        for leaf in jax.tree.leaves(
+            device.arranged(half, None).target.layers, is_leaf=lambda x: isinstance(x, RowMatrix)
+        )
+    )
+    short = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MODELS)
+    assert device.arranged(short, None).target.lm_head.value.dtype == jnp.bfloat16
+    [completion] = Engine(short, EngineConfig(**SIZES), k=3).generate([PROMPTS[0]], SAMPLING)
+    assert len(completion.token_ids) == SAMPLING["max_tokens"]
