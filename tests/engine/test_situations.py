@@ -369,7 +369,7 @@ def test_an_exception_in_a_step_loses_no_request(monkeypatch):
 def test_the_engine_is_not_needed_to_know_the_models_twice():
     """One set of weights may serve several engines; none of them donates it."""
     first = engine(PAIR)
-    second = Engine(first.models, EngineConfig(**SIZES))
+    second = Engine(first.models, first.config)
     assert first.models is second.models
     assert first.generate([[60, 1, 2]], SHORT)[0].token_ids == second.generate([[60, 1, 2]], SHORT)[0].token_ids
 

@@ -29,9 +29,12 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
-// A tile of sums, kMostRows by kWide, fits in the registers of a core.
-constexpr int kMostRows = 6;
-constexpr int kWide = 2;
+// Rows times outputs of a tile: sums that fit in the registers of a core. Few rows take the more outputs, so that
+// enough of the matrix is on its way at any time.
+constexpr int kTile = 12;
+constexpr int kMostRows = kTile / 2;
+constexpr int Wide(int rows) { return std::clamp(kTile / rows, 2, 8); }
+constexpr int kBlock = 24;  // outputs that all rows meet before the next; whole tiles of any width
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
@@ -76,7 +79,8 @@ struct Product {
 
 // Outputs n .. n + kWide, as far as `to`, of kRows rows.
 template <int kRows, typename Weight>
-void Tile(const Product<Weight>& p, int64_t row, int64_t n, int64_t to) {
+inline void Tile(const Product<Weight>& p, int64_t row, int64_t n, int64_t to) {
+  constexpr int kWide = Wide(kRows);
   const float* x = p.x + row * p.inputs;
   const Weight* w[kWide];
   for (int i = 0; i < kWide; ++i) w[i] = p.w + std::min(n + i, to - 1) * p.inputs;
@@ -107,20 +111,25 @@ void Tile(const Product<Weight>& p, int64_t row, int64_t n, int64_t to) {
     }
 }
 
+template <int kRows, typename Weight>
+void Tiles(const Product<Weight>& p, int64_t row, int64_t from, int64_t to) {
+  for (int64_t n = from; n < to; n += Wide(kRows)) Tile<kRows>(p, row, n, to);
+}
+
 // Outputs from .. to of all rows, in groups of like size.
 template <typename Weight>
 void Compute(const Product<Weight>& p, int64_t from, int64_t to) {
   const int64_t groups = (p.rows + kMostRows - 1) / kMostRows;
-  for (int64_t n = from; n < to; n += kWide)
+  for (int64_t n = from; n < to; n += kBlock)
     for (int64_t group = 0; group < groups; ++group) {
-      const int64_t row = group * p.rows / groups;
+      const int64_t row = group * p.rows / groups, end = std::min(n + kBlock, to);
       switch ((group + 1) * p.rows / groups - row) {
-        case 1: Tile<1>(p, row, n, to); break;
-        case 2: Tile<2>(p, row, n, to); break;
-        case 3: Tile<3>(p, row, n, to); break;
-        case 4: Tile<4>(p, row, n, to); break;
-        case 5: Tile<5>(p, row, n, to); break;
-        case kMostRows: Tile<kMostRows>(p, row, n, to); break;
+        case 1: Tiles<1>(p, row, n, end); break;
+        case 2: Tiles<2>(p, row, n, end); break;
+        case 3: Tiles<3>(p, row, n, end); break;
+        case 4: Tiles<4>(p, row, n, end); break;
+        case 5: Tiles<5>(p, row, n, end); break;
+        case kMostRows: Tiles<kMostRows>(p, row, n, end); break;
       }
     }
 }
