@@ -31,6 +31,7 @@ if os.environ.get("DFLASH_JAX_TYPECHECK", "1") != "0":
 
 import hypothesis
 import jax
+import pytest
 
 # Every test process compiles the same tiny programs; only the first one has to.
 _CACHE = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dflash_jax-test-xla"))
@@ -41,3 +42,13 @@ hypothesis.settings.register_profile("ci", max_examples=20, deadline=None, deran
 hypothesis.settings.register_profile("long", max_examples=300, deadline=None)
 hypothesis.settings.register_profile("thorough", max_examples=2000, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session")
+def native_code():
+    """Native products; a machine without a compiler does without the test, one whose compiler fails does not."""
+    from dflash_jax.kernels.product import native
+
+    if native.find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    assert native.available()

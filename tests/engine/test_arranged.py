@@ -13,6 +13,8 @@ from dflash_jax.kernels.product import RowMatrix, native
 from dflash_jax.models.draft import make_shortlist
 from tests.pairs import SAMPLING, SIZES, models
 
+pytestmark = pytest.mark.usefixtures("native_code")
+
 PAIR = "recall-dflash2"
 MODELS = models(PAIR)
 TIED = MODELS.replace(target=MODELS.target.replace(lm_head=None))

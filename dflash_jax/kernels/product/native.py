@@ -42,8 +42,8 @@ def multiply(x: Float[Array, "rows inputs"], matrix: Float[Array, "outputs input
 def available() -> bool:
     """Whether `multiply` works here; if it could and does not, the log says why.
 
-    It is for CPUs, and takes a C++ compiler: `$CXX`, or the first of c++, g++ and clang++. What it makes is kept
-    in `$DFLASH_JAX_CACHE/native`, or `~/.cache/dflash_jax/native`.
+    It is for CPUs, and takes a C++ compiler (`find_compiler`). What that makes is kept in
+    `$DFLASH_JAX_CACHE/native`, or `~/.cache/dflash_jax/native`.
     """
     if jax.default_backend() != "cpu":
         return False
@@ -62,7 +62,10 @@ def library() -> Path:
     Raises:
       BuildError: it cannot be made.
     """
-    command = [*_compiler(), *_FLAGS, "-isystem", jax.ffi.include_dir()]
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("there is no C++ compiler (c++, g++ or clang++; $CXX names another)")
+    command = [*compiler, *_FLAGS, "-isystem", jax.ffi.include_dir()]
     made_of = [_SOURCE.read_text(), shlex.join(command), jax.lib.__version__, _processor()]
     name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16] + ".so"
     kept = cache_directory() / "native" / name
@@ -89,14 +92,12 @@ def library() -> Path:
     return kept
 
 
-def _compiler() -> list[str]:
-    named = shlex.split(os.environ.get("CXX", ""))
-    if named:
+def find_compiler() -> list[str] | None:
+    """The command of a C++ compiler: `$CXX`, or the first of c++, g++ and clang++ there is."""
+    if named := shlex.split(os.environ.get("CXX", "")):
         return named
-    for name in ("c++", "g++", "clang++"):
-        if found := shutil.which(name):
-            return [found]
-    raise BuildError("there is no C++ compiler (c++, g++ or clang++; $CXX names another)")
+    found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
+    return next(([path] for path in found if path), None)
 
 
 def _processor() -> str:
