@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
       OSError: it cannot be written; the old content stays.
     """
     data = content.encode() if isinstance(content, str) else content
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    # Processes on other machines, or in other containers, may have the same number.
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with scratch.open("wb") as file:
             file.write(data)

@@ -65,7 +65,7 @@ class Core:
         Raises:
           ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
         """
-        self.models = device.arranged(models, implementation)
+        self.models = models
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self.k = 0
@@ -75,6 +75,7 @@ class Core:
         elif k is not None:
             raise ConfigError(f"draft.k is {k}, but there is no draft to propose tokens")
         self._check_sizes()
+        self.models = device.arranged(models, implementation)
         self.draft_limit = max_context if max_context is not None else NO_LIMIT
         self.implementation: Implementation | None = implementation
         self.state: EngineState = self._empty_state()

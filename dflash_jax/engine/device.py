@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -41,18 +40,25 @@ def decode_program(*, donate: bool) -> Callable:
 def arranged(models: Models, implementation: Implementation | None) -> Models:
     """The models as the device is fastest with them.
 
-    On CPUs that is with a row of each matrix per output, for the native product. They stay as they are where it is
-    not available, where an `implementation` is asked for, and where they lie so already.
+    On CPUs that is with a row of each matrix per output, for the native product, which takes copies of them all but a
+    tied LM head. Nothing changes where it is not available, where an `implementation` is asked for, and for what
+    lies so already.
     """
-    if implementation is not None or isinstance(models.target.embedding, RowMatrix) or not native.available():
+    if implementation is not None or not native.available():
         return models
 
-    def arrange(path: tuple, leaf: Array) -> Array | RowMatrix:
-        known = leaf.dtype in (jnp.float32, jnp.bfloat16)
-        return RowMatrix(jnp.asarray(leaf).T) if known and is_matrix(path, leaf) else leaf
+    def arrange(path: tuple, leaf: Array | RowMatrix) -> Array | RowMatrix:
+        if isinstance(leaf, RowMatrix) or not (is_matrix(path, leaf) and native.multiplies(leaf.dtype)):
+            return leaf
+        return RowMatrix(leaf.T)
 
-    models = jax.tree_util.tree_map_with_path(arrange, models)
-    return models.replace(target=models.target.replace(embedding=RowMatrix(models.target.embedding)))
+    target = models.target
+    if target.lm_head is None and native.multiplies(target.embedding.dtype):
+        models = models.replace(target=target.replace(lm_head=RowMatrix(target.embedding)))
+    leaves, form = jax.tree_util.tree_flatten_with_path(models, is_leaf=lambda leaf: isinstance(leaf, RowMatrix))
+    new = [arrange(path, leaf) for path, leaf in leaves]
+    unchanged = all(after is before for after, (_, before) in zip(new, leaves, strict=True))
+    return models if unchanged else jax.tree.unflatten(form, new)
 
 
 condense = jax.jit(row_ops.condense)

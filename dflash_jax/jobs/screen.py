@@ -124,7 +124,8 @@ class Screen:
 def describe(engine: Engine) -> str:
     """One line about an engine."""
     models, config = engine.models, engine.config
-    size = sum(leaf.size for leaf in jax.tree.leaves(models.target))
+    # A tied head and its embedding may be two leaves, of one array.
+    size = sum({id(leaf): leaf.size for leaf in jax.tree.leaves(models.target)}.values())
     how = "decoding plainly"
     if models.draft_config is not None:
         how = f"drafting {engine.k} tokens a round with DFlash{' 2' if models.draft_config.version == 2 else ''}"

@@ -70,7 +70,7 @@ def conv_deltas(
 def run_block(
     params: DraftParams,
     config: DraftConfig,
-    embedding: Float[Array, "vocab hidden"] | RowMatrix,
+    embedding: Float[Array, "vocab hidden"],
     context: Context,
     anchor: Int[Array, " rows"],
     drafts: int,
@@ -171,7 +171,7 @@ def make_shortlist(target: TargetParams, tokens: Sequence[int]) -> Shortlist:
     if target.lm_head is None:
         return Shortlist(ids, target.embedding[ids].T)
     if isinstance(target.lm_head, RowMatrix):
-        return Shortlist(ids, target.lm_head[ids].T)
+        return Shortlist(ids, target.lm_head.value[ids].T)
     return Shortlist(ids, target.lm_head[:, ids])
 
 

@@ -1,6 +1,7 @@
 """Weights: plain pytrees, one node per part of a model.
 
-A matrix is stored [in, out], so that `x @ weight` applies it. Layers are a tuple with one entry per
+A matrix is stored [in, out], so that `x @ weight` applies it; a `kernels.product.RowMatrix`, which an engine on a CPU
+puts in its place, is applied in the same way. Layers are a tuple with one entry per
 layer rather than one stack scanned over: a scan copies each layer's slice out of the stack before it
 can multiply by it, which costs a decoding step a third of its time on the CPU and keeps layers from
 differing in structure.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,13 +36,16 @@ def test_matrices_lie_a_row_per_output_and_all_else_as_before():
     assert after.target.norm is before.target.norm
 
 
-def test_an_embedding_lies_so_already_and_is_not_copied():
-    assert device.arranged(TIED, None).target.embedding.value is TIED.target.embedding
+def test_a_tied_head_lies_so_already_and_is_not_copied():
+    after = device.arranged(TIED, None).target
+    assert after.lm_head.value is after.embedding is TIED.target.embedding
 
 
 def test_what_is_arranged_or_needs_not_be_is_left_alone(monkeypatch):
     after = device.arranged(MODELS, None)
     assert device.arranged(after, None) is after
+    later = device.arranged(listed(after), None)
+    assert isinstance(later.shortlist.head, RowMatrix) and later.draft.fc is after.draft.fc
     assert device.arranged(MODELS, "xla") is MODELS
     monkeypatch.setattr(native, "available", lambda: False)
     assert device.arranged(MODELS, None) is MODELS
@@ -66,15 +68,10 @@ def test_tokens_and_drafts_are_the_same(of):
         assert native_.drafted_blocks == other.drafted_blocks
 
 
-def test_bfloat16_is_arranged_and_float16_is_not():
-    half = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), MODELS)
-    assert not any(
-        isinstance(leaf, RowMatrix)
-        for leaf in jax.tree.leaves(
-            device.arranged(half, None).target.layers, is_leaf=lambda x: isinstance(x, RowMatrix)
-        )
-    )
-    short = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MODELS)
-    assert device.arranged(short, None).target.lm_head.value.dtype == jnp.bfloat16
+@pytest.mark.parametrize("of", [MODELS, TIED], ids=["", "tied"])
+@pytest.mark.parametrize(("dtype", "arranged"), [("bfloat16", True), ("float16", False)])
+def test_other_dtypes_decode_too(of, dtype, arranged):
+    short = jax.tree.map(lambda leaf: leaf.astype(dtype), of)
+    assert isinstance(device.arranged(short, None).target.lm_head, RowMatrix) == arranged
     [completion] = Engine(short, EngineConfig(**SIZES), k=3).generate([PROMPTS[0]], SAMPLING)
     assert len(completion.token_ids) == SAMPLING["max_tokens"]

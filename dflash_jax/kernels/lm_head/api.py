@@ -25,7 +25,7 @@ def best_tokens(
 
     Args:
       hidden: final hidden states, normalised.
-      weight: [vocab, hidden] if tied, else [hidden, vocab]; a `RowMatrix` is either.
+      weight: [vocab, hidden] if tied, else [hidden, vocab]; of a `RowMatrix`, `tied` says nothing.
       tied: whether the head is the transposed embedding.
       top_k: how many; 1 is the argmax.
       multiplier: scales the logits.

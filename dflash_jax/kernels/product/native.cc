@@ -9,12 +9,15 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <thread>
 #include <type_traits>
 
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace {
@@ -58,12 +61,14 @@ inline Lanes Load(const Value* at, int64_t count) {
   return Load(values);
 }
 
-// sum + x y. Which of them is fused is not left to the compiler, that would choose as suits each place.
+// sum + x y. Whether they are fused is not left to the compiler, that would choose as suits each place.
 inline Lanes MultiplyAdd(Lanes x, Lanes y, Lanes sum) {
 #if defined(__AVX512F__)
   return _mm512_fmadd_ps(x, y, sum);
 #elif defined(__FMA__)
   return _mm256_fmadd_ps(x, y, sum);
+#elif defined(__aarch64__)
+  return vfmaq_f32(sum, x, y);
 #else
   return sum + x * y;
 #endif
@@ -135,7 +140,7 @@ void Compute(const Product<Weight>& p, int64_t from, int64_t to) {
 }
 
 // Work in parts, which the threads that come take one after the other. Whoever waits has found no part left to
-// take, so that all are in somebody's hands: a pool that is busy, or has a single thread, holds nobody up.
+// take, so that all are in somebody's hands: a pool that is busy, or has a single thread, cannot block anybody.
 struct Parts {
   explicit Parts(int64_t count) : count(count) {}
 
@@ -147,26 +152,39 @@ struct Parts {
     }
   }
 
+  void Wait() const {
+    // The others are about to end: what is left of their parts takes less than a thread takes to wake up. One that
+    // has lost its core gets it back sooner if this one lets go.
+    for (int turn = 0; done.load(std::memory_order_acquire) < count; ++turn)
+      if (turn > 4096) std::this_thread::yield();
+  }
+
   const int64_t count;
   std::atomic<int64_t> next{0}, done{0};
 };
 
 template <typename Weight>
 void Run(ffi::ThreadPool& pool, const Product<Weight>& p) {
-  constexpr int64_t kSmall = 1 << 14;  // weights that are not worth a second thread
-  const int64_t threads = p.inputs * p.outputs < kSmall ? 1 : std::max<int64_t>(1, pool.num_threads());
-  const int64_t count = std::clamp<int64_t>(threads == 1 ? 1 : 2 * threads, 1, std::max<int64_t>(1, p.outputs));
+  constexpr int64_t kShare = 1 << 15;  // weights that are worth a thread, some microseconds
+  const int64_t blocks = (p.outputs + kBlock - 1) / kBlock, most = std::max<int64_t>(1, p.inputs * p.outputs / kShare);
+  const int64_t threads = std::clamp<int64_t>(pool.num_threads(), 1, most);
+  const int64_t count = std::min(blocks, threads == 1 ? 1 : 2 * threads);
   auto parts = std::make_shared<Parts>(count);
-  auto work = [p, count](int64_t part) { Compute(p, part * p.outputs / count, (part + 1) * p.outputs / count); };
+  auto work = [p, blocks, count](int64_t part) {
+    Compute(p, part * blocks / count * kBlock, std::min((part + 1) * blocks / count * kBlock, p.outputs));
+  };
   for (int64_t helper = 1; helper < std::min(threads, count); ++helper)
     pool.Schedule([parts, work] { parts->Take(work); });
   parts->Take(work);
-  while (parts->done.load(std::memory_order_acquire) < count) {
-  }
+  parts->Wait();
 }
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y) {
-  const int64_t rows = x.dimensions()[0], inputs = x.dimensions()[1], outputs = y->dimensions()[1];
+  const auto of_x = x.dimensions(), of_w = w.dimensions(), of_y = y->dimensions();
+  if (of_x.size() != 2 || of_w.size() != 2 || of_y.size() != 2 || of_x[1] != of_w[1] || of_y[0] != of_x[0] ||
+      of_y[1] != of_w[0])
+    return ffi::Error::InvalidArgument("a product of [rows, inputs] and [outputs, inputs] is [rows, outputs]");
+  const int64_t rows = of_x[0], inputs = of_x[1], outputs = of_w[0];
   auto run = [&](auto weights) {
     using Weight = std::remove_const_t<std::remove_pointer_t<decltype(weights)>>;
     Run(pool, Product<Weight>{x.typed_data(), weights, y->typed_data(), rows, inputs, outputs});
