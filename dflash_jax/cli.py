@@ -229,6 +229,19 @@ def export(
     print(f"step {step} exported to {directory}")
 
 
+@app.command()
+def average(
+    drafts: Annotated[list[str], typer.Argument(metavar="DRAFT...", help="Drafts that were trained from one another.")],
+    directory: Annotated[str, typer.Argument(help="Where their mean goes.")],
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the weights.")] = "bfloat16",
+) -> None:
+    """Write the mean of drafts' weights in Hugging Face layout."""
+    from dflash_jax.training import average_drafts
+
+    average_drafts(drafts, directory, dtype)
+    print(f"the mean of {len(drafts)} drafts is in {directory}")
+
+
 def main() -> None:
     """Runs the command line; what a user did wrong is one sentence on stderr and exit code 2."""
     try:

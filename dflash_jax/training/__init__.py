@@ -1,5 +1,6 @@
 """Training drafts: features, anchors, losses, the step and the loop."""
 
+from dflash_jax.training.average import average_drafts
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.export import export_draft
 from dflash_jax.training.inputs import make_inputs
@@ -13,6 +14,7 @@ __all__ = [
     "TrainConfig",
     "Trained",
     "append_shards",
+    "average_drafts",
     "build_features",
     "export_draft",
     "make_inputs",

@@ -32,12 +32,14 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
-// Rows times outputs of a tile: sums that fit in the registers of a core. Few rows take the more outputs, so that
-// enough of the matrix is on its way at any time.
-constexpr int kTile = 12;
-constexpr int kMostRows = kTile / 2;
-constexpr int Wide(int rows) { return std::clamp(kTile / rows, 2, 8); }
-constexpr int kBlock = 24;  // outputs that all rows meet before the next; whole tiles of any width
+// Rows and outputs of a tile. Its sums should fit in the registers of a core, and few rows take the more outputs, so
+// that enough of the matrix is on its way at any time; in float32, where there is more to wait for, some more do no harm.
+constexpr int kMostRows = 6;
+template <typename Weight>
+constexpr int Wide(int rows) {
+  return std::clamp((sizeof(Weight) == 4 ? 16 : 12) / rows, 2, 8);
+}
+constexpr int kBlock = 24;  // outputs that all rows meet before the next: whole tiles of nearly any width
 
 typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
@@ -85,7 +87,7 @@ struct Product {
 // Outputs n .. n + kWide, as far as `to`, of kRows rows.
 template <int kRows, typename Weight>
 inline void Tile(const Product<Weight>& p, int64_t row, int64_t n, int64_t to) {
-  constexpr int kWide = Wide(kRows);
+  constexpr int kWide = Wide<Weight>(kRows);
   const float* x = p.x + row * p.inputs;
   const Weight* w[kWide];
   for (int i = 0; i < kWide; ++i) w[i] = p.w + std::min(n + i, to - 1) * p.inputs;
@@ -118,7 +120,7 @@ inline void Tile(const Product<Weight>& p, int64_t row, int64_t n, int64_t to) {
 
 template <int kRows, typename Weight>
 void Tiles(const Product<Weight>& p, int64_t row, int64_t from, int64_t to) {
-  for (int64_t n = from; n < to; n += Wide(kRows)) Tile<kRows>(p, row, n, to);
+  for (int64_t n = from; n < to; n += Wide<Weight>(kRows)) Tile<kRows>(p, row, n, to);
 }
 
 // Outputs from .. to of all rows, in groups of like size.
