@@ -41,9 +41,9 @@ constexpr int Wide(int rows) {
 }
 constexpr int kBlock = 24;  // outputs that all rows meet before the next: whole tiles of nearly any width
 
-typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4)));
+typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 
 struct BFloat16 {
   uint16_t bits;
