@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
@@ -33,10 +33,9 @@ def best_tokens(
       implementation: overrides what the platform decides; see `kernels.choice`. "pallas" writes no
         logits to memory.
     """
-    how: dict[str, Any] = {"tied": tied, "top_k": top_k, "multiplier": multiplier, "softcap": softcap}
-    if isinstance(weight, RowMatrix) or _choice(hidden, weight, tied, top_k, implementation) != "pallas":
-        return xla.best_tokens(hidden, weight, **how)
-    return pallas.best_tokens(hidden, weight, **how)
+    fused = _is_fused(hidden, weight, tied, top_k, implementation)
+    compute: Callable = pallas.best_tokens if fused else xla.best_tokens
+    return compute(hidden, weight, tied=tied, top_k=top_k, multiplier=multiplier, softcap=softcap)
 
 
 def writes_logits(
@@ -47,8 +46,12 @@ def writes_logits(
     implementation: Implementation | None = None,
 ) -> bool:
     """Whether the argmax by `best_tokens` writes all logits to memory, where others may as well use them."""
-    return isinstance(weight, RowMatrix) or _choice(hidden, weight, tied, 1, implementation) != "pallas"
+    return not _is_fused(hidden, weight, tied, 1, implementation)
 
 
-def _choice(hidden, weight, tied: bool, top_k: int, implementation: Implementation | None) -> Implementation:
-    return choose("best_tokens", implementation, pallas.unsupported(hidden, weight, tied=tied, top_k=top_k))
+def _is_fused(hidden, weight, tied: bool, top_k: int, implementation: Implementation | None) -> bool:
+    """Whether the kernel computes it, which reads no `RowMatrix`."""
+    if isinstance(weight, RowMatrix):
+        return False
+    unsupported = pallas.unsupported(hidden, weight, tied=tied, top_k=top_k)
+    return choose("best_tokens", implementation, unsupported) == "pallas"
