@@ -14,7 +14,8 @@ import time
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.kernels.product import RowMatrix, native
+from dflash_jax.kernels import native
+from dflash_jax.kernels.product import RowMatrix
 
 
 @jax.jit

@@ -46,11 +46,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @pytest.fixture(scope="session")
 def native_code():
-    """Native products; a machine without a compiler does without the test, one whose compiler fails does not."""
-    from dflash_jax.kernels.product import native
+    """Native code; a machine without a compiler does without the test, one whose compiler fails does not."""
+    from dflash_jax.kernels import native
 
     if jax.default_backend() != "cpu":
-        pytest.skip("native products are for CPUs")
+        pytest.skip("native code is for CPUs")
     if native.find_compiler() is None:
         pytest.skip("there is no C++ compiler")
     assert native.available()

@@ -155,8 +155,8 @@ def chunks(host: HostState, *, budget: int) -> tuple[tuple[Chunk, ...], int]:
       budget: tokens to run at once, padding included.
 
     Returns:
-      The chunks and their common padded width: a quarter of the budget, or all of it for one long
-      piece. Two widths keep the number of compiled programs small.
+      The chunks and their common padded width: a quarter of the budget, or for one longer piece half or all
+      of it. So few widths keep the number of compiled programs small.
     """
     chosen: list[Chunk] = []
     narrow = max(1, budget // 4)
@@ -167,7 +167,7 @@ def chunks(host: HostState, *, budget: int) -> tuple[tuple[Chunk, ...], int]:
         tokens = progress.to_run[progress.computed : progress.computed + budget]
         if chosen and (len(tokens) > width or width * bucket(len(chosen) + 1, 1, host.max_slots) > budget):
             break
-        width = narrow if len(tokens) <= narrow else budget
+        width = max(width, bucket(len(tokens), narrow, budget))
         last = progress.computed + len(tokens) == len(progress.to_run)
         chosen.append(Chunk(progress.slot, tokens, last, progress.emitted[-1] if progress.emitted else None))
     return tuple(chosen), width

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dflash_jax import Engine, EngineConfig
 from dflash_jax.engine import device
-from dflash_jax.kernels.product import RowMatrix, native
+from dflash_jax.kernels import native
+from dflash_jax.kernels.product import RowMatrix
 from dflash_jax.models.draft import make_shortlist
+from dflash_jax.models.target import extend
 from tests.pairs import SAMPLING, SIZES, models
 
 pytestmark = pytest.mark.usefixtures("native_code")
@@ -66,6 +69,34 @@ def test_tokens_and_drafts_are_the_same(of):
     for native_, other in zip(completions(None), completions("xla"), strict=True):
         assert native_.token_ids == other.token_ids
         assert native_.drafted_blocks == other.drafted_blocks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_blocks_states_are_the_same_bits_as_those_of_its_tokens_one_by_one(dtype):
+    """Verification then decides as plain decoding does, near ties included."""
+    of = jax.tree.map(lambda leaf: leaf.astype(dtype), MODELS)
+    served = Engine(of, EngineConfig(**SIZES), k=3)
+    served.add_request(PROMPTS[0], SAMPLING)
+    served.step()
+    target, config = served.models.target, served.models.target_config
+    state = served.state
+    mapping = state.rows.idx_mapping
+    layers = tuple(range(config.num_layers))
+
+    @jax.jit
+    def run(state, tokens):
+        context = state.target_context(mapping)
+        count = jnp.full(tokens.shape, tokens.shape[1])[:, 0] * (mapping >= 0)
+        ran = extend(target, config, context, tokens, count, feature_layers=layers)
+        slots = state.slots.replace(position=state.slots.position.at[mapping].add(count))
+        return ran, state.replace(target_pages=context.write(ran.entries, count), slots=slots)
+
+    block = jnp.tile(jnp.asarray([[7, 30, 2, 51]]), (len(mapping), 1))
+    together, _ = run(state, block)
+    for index in range(block.shape[1]):
+        alone, state = run(state, block[:, index : index + 1])
+        for one, many in ((alone.features, together.features), (alone.hidden, together.hidden)):
+            np.testing.assert_array_equal(one[:1, 0], many[:1, index])
 
 
 @pytest.mark.parametrize("of", [MODELS, TIED], ids=["", "tied"])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.kernels import mosaic
-from dflash_jax.kernels.block_attention import block_attention, pallas
+from dflash_jax.kernels.block_attention import block_attention, native, pallas
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -118,6 +118,8 @@ def _jitted(implementation: str, shape: Shape, jit):
             lambda arguments: pallas.block_attention(**arguments, **static, splits=shape.splits),
             compiler_options=_QUICK,
         )
+    if implementation == "native":
+        return jit(lambda arguments: native.block_attention(**arguments, **static))
     return jit(lambda arguments: block_attention(**arguments, **static, implementation=implementation))
 
 

@@ -16,13 +16,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.kernels import choice
-from dflash_jax.kernels.block_attention import block_attention, pallas, pallas_kernel, pallas_tiles
+from dflash_jax.kernels import native as kernels_native
+from dflash_jax.kernels.block_attention import block_attention, native, pallas, pallas_kernel, pallas_tiles
 from tests.kernels.attention_cases import LAYER, Case, Shape, check, compute, make_case
 
 # A simulated GPU takes seconds per case, most of them to compile it.
 EXAMPLES = settings.default.max_examples if settings.default.max_examples > 100 else 5
 
-every_implementation = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+needs_native = pytest.mark.usefixtures("native_code")
+
+
+@pytest.fixture(params=["xla", "pallas", "native"])
+def implementation(request):
+    """Each that this machine has."""
+    if request.param == "native":
+        request.getfixturevalue("native_code")
+    return request.param
 
 
 @st.composite
@@ -61,7 +70,6 @@ def cases(draw) -> Case:
     )
 
 
-@every_implementation
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(case=cases())
 def test_drawn_cases_agree_with_the_reference(implementation, case):
@@ -72,7 +80,6 @@ SMALL = Shape()
 PAGE = SMALL.page_size
 
 
-@every_implementation
 @pytest.mark.parametrize(
     "context",
     [
@@ -89,34 +96,31 @@ def test_context_of(implementation, context):
     )
 
 
-@every_implementation
 @pytest.mark.parametrize("causal", [True, False])
 def test_window_smaller_than_a_page(implementation, causal):
     shape = dataclasses.replace(SMALL, causal=causal, window=4)
     check(implementation, make_case(shape, context_len=[1, 40, 17, 48], idx_mapping=[1, 2, 3], q_len=[5, 5, 3]))
 
 
-@every_implementation
 def test_empty_row_in_the_middle(implementation):
     check(implementation, make_case(SMALL, context_len=[9, 30, 0, 5], idx_mapping=[1, -1, 0], q_len=[5, 5, 2]))
 
 
 @pytest.mark.parametrize("window", [None, 7])
-def test_more_rows_than_a_tile_of_xla(window):
+@pytest.mark.parametrize("implementation", ["xla", "native"], indirect=True)
+def test_more_rows_than_a_tile_of_xla(implementation, window):
     shape = dataclasses.replace(SMALL, rows=19, slots=20, slot_pages=6, window=window)
     context_len = np.random.default_rng(3).permutation(np.linspace(0, 6 * PAGE, 20).astype(int))
     idx_mapping = np.random.default_rng(4).permutation([*range(2, 18), -1, -1, -1])
-    check("xla", make_case(shape, context_len=context_len, idx_mapping=idx_mapping, q_len=np.arange(19) % 6))
+    check(implementation, make_case(shape, context_len=context_len, idx_mapping=idx_mapping, q_len=np.arange(19) % 6))
 
 
-@every_implementation
 def test_two_slots_share_pages(implementation):
     case = make_case(SMALL, context_len=[40, 45, 1, 1], idx_mapping=[1, 0, 2], q_len=[5, 5, 5], shared_pages=2)
     assert (case.block_table[0, :2] == case.block_table[1, :2]).all()
     check(implementation, case)
 
 
-@every_implementation
 def test_nan_outside_the_context_never_reaches_the_output(implementation):
     case = make_case(SMALL, context_len=[33, 16, 1, 0], idx_mapping=[0, 3, 1], q_len=[3, 5, 0])
     poisoned = [name for name, value in case.arrays.items() if np.isnan(np.asarray(value)).any()]
@@ -132,6 +136,75 @@ def test_pallas_does_not_depend_on_the_split():
         case = make_case(shape, context_len=[192, 100, 65, 3], idx_mapping=[0, 2, 3], q_len=[5, 5, 5])
         results.append(compute("pallas", case).astype(np.float64))
     np.testing.assert_allclose(results[1], results[0], atol=2e-6)
+
+
+@needs_native
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("context", [0, 61, 100])
+def test_natively_a_token_is_the_same_bits_alone_and_in_a_block(context, window):
+    """Wherever those before it are: in the block with it, or in the pages."""
+    tokens, heads, kv_heads, head_dim, page_size = 5, 6, 2, 36, 16
+    draw = np.random.default_rng(0)
+    k_pages, v_pages = draw.standard_normal((2, 1, 7, page_size, kv_heads, head_dim)).astype(np.float32)
+    q = draw.standard_normal((1, tokens, heads, head_dim)).astype(np.float32)
+    table = jnp.asarray([[3, 0, 6, 1, 2, 5, 4]])
+    k_all, v_all = (pages[0, table[0]].reshape(1, -1, kv_heads, head_dim) for pages in (k_pages, v_pages))
+
+    def attend(first, count):
+        begin, end = context + first, context + first + count
+        return native.block_attention(
+            jnp.asarray(q[:, first : first + count]),
+            jnp.asarray(k_all[:, begin:end]),
+            jnp.asarray(v_all[:, begin:end]),
+            jnp.asarray(k_pages),
+            jnp.asarray(v_pages),
+            table,
+            *map(jnp.asarray, ([0], [begin], [count])),
+            layer=0,
+            causal=True,
+            window=window,
+            scale=0.2,
+        )
+
+    together = attend(0, tokens)
+    np.testing.assert_array_equal(jnp.concatenate([attend(token, 1) for token in range(tokens)], axis=1), together)
+
+
+@needs_native
+def test_long_contexts_are_shared_among_threads():
+    shape = dataclasses.replace(SMALL, kv_heads=2, rows=3, page_size=64, slot_pages=32)
+    check("native", make_case(shape, context_len=[2048, 1500, 1, 0], idx_mapping=[1, 2, 0], q_len=[5, 5, 4]))
+
+
+@needs_native
+def test_scores_of_any_size_are_exact_where_floats_are():
+    """One key so much better than the others that only it counts, at both ends of what exponentials can do."""
+    shape = dataclasses.replace(SMALL, rows=1)
+    case = make_case(shape, context_len=[40, 1, 1, 1], idx_mapping=[0], q_len=[5])
+    for scale in (100.0, -100.0, 1e-20):
+        scaled = dataclasses.replace(case, arrays=case.arrays | {"q": case.arrays["q"] * scale})
+        check("native", scaled)
+
+
+def test_the_platform_chooses_native_code_for_few_tokens_only(native_code, monkeypatch):
+    def chosen(queries, dtype="float32", pages="float32", implementation=None):
+        case = make_case(
+            dataclasses.replace(SMALL, queries=queries, dtype=dtype),
+            context_len=[9, 30, 20, 5],
+            idx_mapping=[1, 0, 3],
+            q_len=[queries] * 3,
+        )
+        arguments = case.arguments | {name: case.arguments[name].astype(pages) for name in ("k_pages", "v_pages")}
+        static = {"layer": LAYER, "causal": True, "window": None, "scale": 0.1, "implementation": implementation}
+        return "dflash_attend" in str(jax.make_jaxpr(functools.partial(block_attention, **static))(**arguments))
+
+    assert chosen(1) and chosen(native.MOST_QUERIES) and chosen(4, "bfloat16", "bfloat16")
+    assert not chosen(native.MOST_QUERIES + 1)
+    assert not chosen(4, "float16", "float16")
+    assert not chosen(4, "float32", "bfloat16")
+    assert not chosen(4, implementation="xla")
+    monkeypatch.setattr(kernels_native, "available", lambda: False)
+    assert not chosen(4)
 
 
 def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:

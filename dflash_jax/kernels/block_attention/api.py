@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.block_attention import pallas, reference, xla
+from dflash_jax.kernels.block_attention import native, pallas, reference, xla
 from dflash_jax.kernels.choice import Implementation, choose
 
 _IMPLEMENTATIONS = {
@@ -56,7 +56,10 @@ def block_attention(
     Returns:
       Mixed values, in q's dtype; zeros at empty rows and padding.
     """
-    compute = _IMPLEMENTATIONS[choose("block_attention", implementation, pallas.unsupported(q, k_block, k_pages))]
+    if implementation is None and native.suits(q, k_block, k_pages):
+        compute = native.block_attention
+    else:
+        compute = _IMPLEMENTATIONS[choose("block_attention", implementation, pallas.unsupported(q, k_block, k_pages))]
     return compute(
         q,
         k_block,

@@ -8,17 +8,19 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-from dflash_jax.kernels.product import native
+from dflash_jax.kernels import native
+from dflash_jax.kernels.product.native import multiplies, multiply
 
-# Of more rows, XLA's products are as fast or faster.
+# Of more rows, XLA's products are as fast or faster; in bfloat16 only on processors that multiply it, elsewhere they
+# take eight times as long.
 MOST_ROWS = 16
 
 
 class RowMatrix(struct.PyTreeNode):
     """A matrix kept a row per output, by which `x @ matrix` multiplies a JAX array [..., inputs].
 
-    Up to `MOST_ROWS` rows of x take the native product, if it is `native.available()` and has the dtypes; that
-    has no derivative. All else is XLA's.
+    Up to `MOST_ROWS` rows of x take the native product, if it is `native.available()` and has the dtypes, and so do
+    more in bfloat16 where the processor cannot multiply it; that has no derivative. All else is XLA's.
     """
 
     value: Float[Array, "outputs inputs"]
@@ -34,8 +36,9 @@ class RowMatrix(struct.PyTreeNode):
     def product(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
         """x @ matrix with its sums as they are, in float32 or better."""
         rows = math.prod(x.shape[:-1])
-        if rows <= MOST_ROWS and native.multiplies(x.dtype, self.dtype) and native.available():
-            flat = native.multiply(x.reshape(rows, x.shape[-1]), self.value)
+        slow = jnp.promote_types(x.dtype, self.dtype) == jnp.bfloat16 and not native.has_bfloat16()
+        if (rows <= MOST_ROWS or slow) and multiplies(x.dtype, self.dtype) and native.available():
+            flat = multiply(x.reshape(rows, x.shape[-1]), self.value)
             return flat.reshape(*x.shape[:-1], flat.shape[-1])
         wide = jnp.promote_types(jnp.promote_types(x.dtype, self.dtype), jnp.float32)
         return jnp.matmul(x, self.value.T, preferred_element_type=wide)

@@ -5,32 +5,12 @@
 // an inner product of two rows, and what is read meets all rows of x while it is in a register. The order of each
 // sum does not depend on the number of rows, so a row's result is the same bits whatever it is multiplied with.
 
-#include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <memory>
-#include <thread>
 #include <type_traits>
 
-#include "xla/ffi/api/ffi.h"
+#include "cpu.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
-#endif
-
+namespace dflash {
 namespace {
-
-namespace ffi = xla::ffi;
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-#elif defined(__AVX__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
 
 // Rows and outputs of a tile. Its sums should fit in the registers of a core, and few rows take the more outputs, so
 // that enough of the matrix is on its way at any time; in float32, where there is more to wait for, some more do no harm.
@@ -40,41 +20,6 @@ constexpr int Wide(int rows) {
   return std::clamp((sizeof(Weight) == 4 ? 16 : 12) / rows, 2, 8);
 }
 constexpr int kBlock = 24;  // outputs that all rows meet before the next: whole tiles of nearly any width
-
-typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline Lanes Load(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
-inline Lanes Load(const BFloat16* at) {
-  const Bits bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Bits) << 16;
-  return (Lanes)bits;
-}
-
-// The first `count` values, and zeros.
-template <typename Value>
-inline Lanes Load(const Value* at, int64_t count) {
-  Value values[kLanes] = {};
-  std::copy(at, at + count, values);
-  return Load(values);
-}
-
-// sum + x y. Whether they are fused is not left to the compiler, that would choose as suits each place.
-inline Lanes MultiplyAdd(Lanes x, Lanes y, Lanes sum) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(x, y, sum);
-#elif defined(__FMA__)
-  return _mm256_fmadd_ps(x, y, sum);
-#elif defined(__aarch64__)
-  return vfmaq_f32(sum, x, y);
-#else
-  return sum + x * y;
-#endif
-}
 
 template <typename Weight>
 struct Product {
@@ -141,44 +86,15 @@ void Compute(const Product<Weight>& p, int64_t from, int64_t to) {
     }
 }
 
-// Work in parts, which the threads that come take one after the other. Whoever waits has found no part left to
-// take, so that all are in somebody's hands: a pool that is busy, or has a single thread, cannot block anybody.
-struct Parts {
-  explicit Parts(int64_t count) : count(count) {}
-
-  template <typename Work>
-  void Take(const Work& work) {
-    for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
-      work(part);
-      done.fetch_add(1, std::memory_order_release);
-    }
-  }
-
-  void Wait() const {
-    // The others are about to end: what is left of their parts takes less than a thread takes to wake up. One that
-    // has lost its core gets it back sooner if this one lets go.
-    for (int turn = 0; done.load(std::memory_order_acquire) < count; ++turn)
-      if (turn > 4096) std::this_thread::yield();
-  }
-
-  const int64_t count;
-  std::atomic<int64_t> next{0}, done{0};
-};
-
 template <typename Weight>
 void Run(ffi::ThreadPool& pool, const Product<Weight>& p) {
   constexpr int64_t kShare = 1 << 15;  // weights that are worth a thread, some microseconds
   const int64_t blocks = (p.outputs + kBlock - 1) / kBlock, most = std::max<int64_t>(1, p.inputs * p.outputs / kShare);
   const int64_t threads = std::clamp<int64_t>(pool.num_threads(), 1, most);
   const int64_t count = std::min(blocks, threads == 1 ? 1 : 2 * threads);
-  auto parts = std::make_shared<Parts>(count);
-  auto work = [p, blocks, count](int64_t part) {
+  RunParts(pool, count, threads, [p, blocks, count](int64_t part) {
     Compute(p, part * blocks / count * kBlock, std::min((part + 1) * blocks / count * kBlock, p.outputs));
-  };
-  for (int64_t helper = 1; helper < std::min(threads, count); ++helper)
-    pool.Schedule([parts, work] { parts->Take(work); });
-  parts->Take(work);
-  parts->Wait();
+  });
 }
 
 ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::ResultBuffer<ffi::F32> y) {
@@ -200,10 +116,11 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
 }
 
 }  // namespace
+}  // namespace dflash
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashMultiply, Multiply,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashMultiply, dflash::Multiply,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

@@ -1,0 +1,61 @@
+"""`block_attention` of few tokens on CPUs, from C++; see `kernels/native/attention.cc`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.kernels import native
+
+# With more, XLA's products of whole chunks are as fast.
+MOST_QUERIES = 16
+DTYPES = ("float32", "bfloat16")
+
+
+def suits(
+    q: Float[Array, "rows queries heads head_dim"],
+    k_block: Float[Array, "rows queries kv_heads head_dim"],
+    k_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+) -> bool:
+    """Whether this is the fastest way to compute these shapes here."""
+    known = k_block.dtype == k_pages.dtype and {q.dtype, k_pages.dtype} <= {jnp.dtype(t) for t in DTYPES}
+    return known and q.shape[1] <= MOST_QUERIES and native.available()
+
+
+def block_attention(
+    q: Float[Array, "rows queries heads head_dim"],
+    k_block: Float[Array, "rows queries kv_heads head_dim"],
+    v_block: Float[Array, "rows queries kv_heads head_dim"],
+    k_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+    block_table: Int[Array, "slots slot_pages"],
+    idx_mapping: Int[Array, " rows"],
+    context_len: Int[Array, " slots"],
+    q_len: Int[Array, " rows"],
+    *,
+    layer: int,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Float[Array, "rows queries heads head_dim"]:
+    """See `api.block_attention`; a token's result is the same bits alone and in a block, if the pages have q's dtype.
+
+    Only where `kernels.native.available`, in float32 and bfloat16.
+    """
+    indices = (x.astype(jnp.int32) for x in (block_table, idx_mapping, context_len, q_len))
+    compute = jax.ffi.ffi_call("dflash_attend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    out = compute(
+        q.astype(jnp.float32),
+        k_block,
+        v_block,
+        k_pages,
+        v_pages,
+        *indices,
+        layer=np.int64(layer),
+        window=np.int64(window or 0),
+        causal=causal,
+        scale=np.float32(scale),
+    )
+    return out.astype(q.dtype)

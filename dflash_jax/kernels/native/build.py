@@ -1,0 +1,137 @@
+"""The C++ of this directory: compiled for the processor at hand when it is first asked for, and kept."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax.files import cache_directory, replace_file
+from dflash_jax.kernels.choice import log_once
+
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("product.cc", "attention.cc"))
+_HEADERS = (Path(__file__).with_name("cpu.h"),)
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
+_TARGETS = {"dflash_multiply": "DflashMultiply", "dflash_attend": "DflashAttend"}
+_PATIENCE = 120.0  # seconds for the compiler
+
+
+class BuildError(Exception):
+    """Why there is no native code."""
+
+
+@functools.cache
+def available() -> bool:
+    """Whether there is native code here; if there could be and is not, the log says why.
+
+    It is for CPUs, and takes a C++ compiler (`find_compiler`). What that makes is kept in
+    `$DFLASH_JAX_CACHE/native`, or `~/.cache/dflash_jax/native`, and made anew if it cannot be loaded.
+    XLA then has the functions, as FFI targets.
+    """
+    if jax.default_backend() != "cpu":
+        return False
+    try:
+        functions = load()
+    except BuildError as error:
+        log_once(f"products and attention of a few rows take XLA's code, which is about half as fast: {error}")
+        return False
+    for target, function in functions.items():
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
+    return True
+
+
+@functools.cache
+def has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself."""
+    words = set(_machine().split())
+    return not words.isdisjoint({"amx_bf16", "avx512_bf16", "bf16"})
+
+
+def find_compiler() -> list[str] | None:
+    """The command of a C++ compiler: `$CXX`, or the first of c++, g++ and clang++ there is."""
+    if named := os.environ.get("CXX", "").split():
+        return named
+    found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
+    return next(([path] for path in found if path), None)
+
+
+def load() -> dict[str, Any]:
+    """The compiled functions by their FFI targets: those that are kept, or else new ones.
+
+    Raises:
+      BuildError: there is none.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("there is no C++ compiler (c++, g++ or clang++; $CXX names another)")
+    command = [*compiler, *_FLAGS, "-isystem", jax.ffi.include_dir()]
+    made_of = [
+        *(file.read_text() for file in _SOURCES + _HEADERS),
+        shlex.join(command),
+        jax.lib.__version__,
+        _machine(),
+    ]
+    name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16] + ".so"
+    with contextlib.suppress(OSError, AttributeError, RuntimeError):
+        return _functions(_kept(name))
+    with tempfile.TemporaryDirectory() as scratch:
+        made = Path(scratch) / name
+        _compile([*command, *map(str, _SOURCES), "-o", str(made)])
+        try:
+            functions = _functions(made)
+        except (OSError, AttributeError) as error:
+            raise BuildError(f"what {command[0]} makes of the native code cannot be loaded: {error}") from None
+        # It works without being kept, and stays loaded when its file is gone.
+        with contextlib.suppress(OSError, RuntimeError):
+            _kept(name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(_kept(name), made.read_bytes())
+    return functions
+
+
+def _kept(name: str) -> Path:
+    return cache_directory() / "native" / name
+
+
+def _functions(library: Path) -> dict[str, Any]:
+    code = ctypes.CDLL(str(library))
+    return {target: getattr(code, symbol) for target, symbol in _TARGETS.items()}
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=os.environ | {"LC_ALL": "C"},
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} does not run: {error}") from None
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+        raise BuildError(f"{command[0]} fails: {next((line for line in lines if 'error' in line), lines[-1])}")
+
+
+def _machine() -> str:
+    """What the code runs on: a cache may be shared between machines and containers."""
+    kinds = ("model name", "flags", "Features", "CPU part")
+    try:
+        lines = {line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(kinds)}
+    except OSError:
+        lines = {platform.processor()}
+    return "\n".join([platform.machine(), *platform.libc_ver(), *sorted(lines)])

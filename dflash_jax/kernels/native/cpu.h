@@ -1,0 +1,104 @@
+// What the native kernels share: vectors of a CPU's lanes, and work in parts for the threads of XLA's pool.
+
+#ifndef DFLASH_JAX_CPU_H_
+#define DFLASH_JAX_CPU_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/ffi.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace dflash {
+
+namespace ffi = xla::ffi;
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Lanes Load(const float* at) { return *reinterpret_cast<const Lanes*>(at); }
+inline Lanes Load(const BFloat16* at) {
+  const Bits bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(at), Bits) << 16;
+  return (Lanes)bits;
+}
+
+// The first `count` values, and zeros.
+template <typename Value>
+inline Lanes Load(const Value* at, int64_t count) {
+  Value values[kLanes] = {};
+  std::copy(at, at + count, values);
+  return Load(values);
+}
+
+// sum + x y. Whether they are fused is not left to the compiler, that would choose as suits each place.
+inline Lanes MultiplyAdd(Lanes x, Lanes y, Lanes sum) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(x, y, sum);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(x, y, sum);
+#elif defined(__aarch64__)
+  return vfmaq_f32(sum, x, y);
+#else
+  return sum + x * y;
+#endif
+}
+
+// Work in parts, which the threads that come take one after the other. Whoever waits has found no part left to
+// take, so that all are in somebody's hands: a pool that is busy, or has a single thread, cannot block anybody.
+struct Parts {
+  explicit Parts(int64_t count) : count(count) {}
+
+  template <typename Work>
+  void Take(const Work& work) {
+    for (int64_t part; (part = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      work(part);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+
+  void Wait() const {
+    // The others are about to end: what is left of their parts takes less than a thread takes to wake up. One that
+    // has lost its core gets it back sooner if this one lets go.
+    for (int turn = 0; done.load(std::memory_order_acquire) < count; ++turn)
+      if (turn > 4096) std::this_thread::yield();
+  }
+
+  const int64_t count;
+  std::atomic<int64_t> next{0}, done{0};
+};
+
+// Calls work(part) for parts 0 .. count, on up to `threads` threads of the pool, this one among them.
+template <typename Work>
+void RunParts(ffi::ThreadPool& pool, int64_t count, int64_t threads, const Work& work) {
+  auto parts = std::make_shared<Parts>(count);
+  for (int64_t helper = 1; helper < std::min(threads, count); ++helper)
+    pool.Schedule([parts, work] { parts->Take(work); });
+  parts->Take(work);
+  parts->Wait();
+}
+
+}  // namespace dflash
+
+#endif  // DFLASH_JAX_CPU_H_

@@ -1,0 +1,129 @@
+"""Native code: compiled once, kept safely, and never in the way where it cannot be had."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import stat
+
+import pytest
+
+from dflash_jax.kernels import choice, native
+from dflash_jax.kernels.native import build
+
+needs_native = pytest.mark.usefixtures("native_code")
+
+
+@pytest.fixture
+def unbuilt(tmp_path, monkeypatch):
+    """A place where no native code is kept; `asked_anew` then finds none."""
+    monkeypatch.setenv("DFLASH_JAX_CACHE", str(tmp_path / "cache"))
+    choice.log_once.cache_clear()
+    return tmp_path
+
+
+@pytest.fixture
+def asked_anew():
+    """`native.available` in a process that has not asked before. XLA takes functions once, so the answer must be no."""
+    return functools.cache(native.available.__wrapped__)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("no-such-compiler", "no-such-compiler does not run: .*No such file"),
+        ("false", "false fails: exit 1"),
+        (None, "fails: .*error"),
+        ('g++ "-O2', "fails: "),
+        ("true", "what true makes of the native code cannot be loaded"),
+    ],
+)
+def test_without_a_compiler_the_log_says_why_once(unbuilt, monkeypatch, caplog, compiler, reason, asked_anew):
+    monkeypatch.setenv("CXX", compiler or " ".join([*native.find_compiler(), "-Dnamespace=nonsense"]))
+    with caplog.at_level(logging.WARNING):
+        assert not asked_anew()
+        assert not asked_anew()
+    [record] = caplog.records
+    assert "products and attention of a few rows take XLA's code" in record.message
+    assert re.search(reason, record.message)
+
+
+@needs_native
+def test_a_compiler_that_hangs_is_given_up(unbuilt, monkeypatch, caplog, asked_anew):
+    (unbuilt / "compiler").write_text("exec sleep 60")
+    monkeypatch.setenv("CXX", f"sh {unbuilt / 'compiler'}")
+    monkeypatch.setattr(build, "_PATIENCE", 0.1)
+    with caplog.at_level(logging.WARNING):
+        assert not asked_anew()
+    assert "sh does not run: " in caplog.text and "timed out" in caplog.text
+
+
+@needs_native
+def test_no_compiler_at_all_is_said_so(unbuilt, monkeypatch, caplog, asked_anew):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(unbuilt))
+    with caplog.at_level(logging.WARNING):
+        assert not asked_anew()
+    assert "there is no C++ compiler" in caplog.text
+
+
+@pytest.fixture
+def built(unbuilt, monkeypatch, native_library):
+    """Makes the code by copying it, and counts how often."""
+    times = unbuilt / "times"
+    script = unbuilt / "compiler"
+    script.write_text(f'while [ "$1" != -o ]; do shift; done; cp {native_library} "$2"; echo once >> {times}')
+    monkeypatch.setenv("CXX", f"sh {script}")
+    return lambda: len(times.read_text().split())
+
+
+@pytest.fixture(scope="module")
+def native_library(native_code, tmp_path_factory):
+    """The compiled code, as the cache has it."""
+    home = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DFLASH_JAX_CACHE", str(home))
+        native.load()
+    [kept] = (home / "native").iterdir()
+    return kept
+
+
+def test_it_is_compiled_once_and_kept_where_only_its_owner_writes(unbuilt, built):
+    assert native.load() and native.load()
+    assert built() == 1
+    assert stat.S_IMODE((unbuilt / "cache" / "native").stat().st_mode) == 0o700
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(unbuilt, built):
+    (unbuilt / "cache").write_text("a file where the directory should be")
+    assert native.load()
+
+
+def test_nobody_needs_a_home(unbuilt, built, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("DFLASH_JAX_CACHE")
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    assert native.load()
+
+
+def test_what_is_kept_and_damaged_is_made_anew(unbuilt, built):
+    native.load()
+    [kept] = (unbuilt / "cache" / "native").iterdir()
+    kept.unlink()
+    kept.write_bytes(b"not code")
+    assert native.load()
+    assert built() == 2 and kept.stat().st_size > 100
+
+
+def test_another_machine_or_compiler_has_code_of_its_own(unbuilt, built, monkeypatch):
+    native.load()
+    monkeypatch.setattr(build, "_machine", lambda: "another")
+    native.load()
+    monkeypatch.setenv("CXX", os.environ["CXX"] + " -g")
+    native.load()
+    assert built() == len(list((unbuilt / "cache" / "native").iterdir())) == 3
