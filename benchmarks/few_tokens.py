@@ -36,9 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--heads", default="9x3x64", help="heads, KV heads and head_dim")
     parser.add_argument("--layers", type=int, default=30)
-    parser.add_argument(
-        "--cases", default="1x1x200,1x4x200,1x5x200,1x16x200,1x1x1000,1x5x1000,8x1x200,8x5x200,32x1x200"
-    )
+    parser.add_argument("--cases", default=_CASES, help="rows, tokens of each, and tokens of its context")
     parser.add_argument("--dtype", default="float32", help="of keys and values")
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()

@@ -155,11 +155,11 @@ def chunks(host: HostState, *, budget: int) -> tuple[tuple[Chunk, ...], int]:
       budget: tokens to run at once, padding included.
 
     Returns:
-      The chunks and their common padded width: a quarter of the budget, or for one longer piece half or all
-      of it. So few widths keep the number of compiled programs small.
+      The chunks and their common padded width: a quarter of the budget, half of it or all, after the first
+      piece. So few widths keep the number of compiled programs small.
     """
     chosen: list[Chunk] = []
-    narrow = max(1, budget // 4)
+    narrow = -(-budget // 4)
     width = narrow
     for progress in host.running:
         if progress.computed >= len(progress.to_run) or progress.slot is None:

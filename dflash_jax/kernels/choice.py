@@ -19,7 +19,8 @@ def choose(op: str, implementation: Implementation | None, unsupported: str | No
 
     Args:
       op: its name, for the log.
-      implementation: what the caller asks for; by default "pallas" on Hopper GPUs and "xla" elsewhere.
+      implementation: what the caller asks for; by default "pallas" on Hopper GPUs and "xla" elsewhere; on
+        CPUs an op may then have something of its own.
       unsupported: why "pallas" does not do the shapes at hand, or None if it does. "xla" then takes
         its place, and the log says why, once per reason.
     """

@@ -62,6 +62,10 @@ class LayerConfig:
     causal: bool = True
     moe: MoeConfig | None = None
 
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"an attention window of {self.window} lets nothing be seen; it must be 1 or more")
+
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:

@@ -151,6 +151,10 @@ def test_end_tokens_of_the_generation_config_come_first():
         (target_fields(rope_scaling={"type": "linear"}), "factor is missing"),
         (target_fields(rope_scaling={"type": "yarn", "factor": 2.0, "truncate": False}), "truncate"),
         (target_fields(partial_rotary_factor=0.5), "partial_rotary_factor 0.5"),
+        (
+            target_fields(layer_types=["sliding_attention"] * 4, sliding_window=0, use_sliding_window=True),
+            "window of 0",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(fields, message):

@@ -73,7 +73,7 @@ def test_tokens_and_drafts_are_the_same(of):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_blocks_states_are_the_same_bits_as_those_of_its_tokens_one_by_one(dtype):
-    """Verification then decides as plain decoding does, near ties included."""
+    """Verification then decides as plain decoding does, near ties included, as long as both take native code."""
     of = jax.tree.map(lambda leaf: leaf.astype(dtype), MODELS)
     served = Engine(of, EngineConfig(**SIZES), k=3)
     served.add_request(PROMPTS[0], SAMPLING)

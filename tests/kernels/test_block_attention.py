@@ -171,7 +171,46 @@ def test_natively_a_token_is_the_same_bits_alone_and_in_a_block(context, window)
 
 
 @needs_native
-def test_long_contexts_are_shared_among_threads():
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("head_dim", "page_size", "group"), [(37, 5, 3), (5, 1, 7), (64, 1, 1), (33, 7, 17)])
+def test_natively_no_size_must_be_a_round_one(head_dim, page_size, group, dtype):
+    shape = Shape(
+        dtype=dtype, head_dim=head_dim, page_size=page_size, group=group, kv_heads=2, slot_pages=90 // page_size
+    )
+    check("native", make_case(shape, context_len=[70, 31, 1, 0], idx_mapping=[1, 0, 3], q_len=[5, 3, 5]))
+
+
+@needs_native
+def test_natively_many_at_once_wait_for_nobody():
+    """Calls that are independent run side by side on the threads that each would like to use."""
+    shape = dataclasses.replace(SMALL, kv_heads=2, page_size=64, slot_pages=8)
+    case = make_case(shape, context_len=[512, 500, 301, 7], idx_mapping=[1, 2, 0], q_len=[5, 5, 5])
+    static = {"layer": LAYER, "causal": True, "window": None, "scale": 0.1}
+
+    @jax.jit
+    def run(arguments):
+        return [native.block_attention(**arguments | {"q": arguments["q"] * n}, **static) for n in range(16)]
+
+    for _ in range(20):
+        results = run(case.arguments)
+    for n in (1, 15):
+        arguments = case.arguments | {"q": case.arguments["q"] * n}
+        expected = block_attention(**arguments, **static, implementation="xla")
+        np.testing.assert_allclose(results[n], expected, atol=1e-5)
+
+
+@needs_native
+def test_natively_it_can_be_mapped():
+    case = make_case(SMALL, context_len=[9, 30, 20, 5], idx_mapping=[1, 0, 3], q_len=[5, 5, 5])
+    attend = functools.partial(native.block_attention, layer=LAYER, causal=True, window=None, scale=0.1)
+    several = jnp.stack([case.arguments["q"], case.arguments["q"] * 2])
+    mapped = jax.vmap(lambda q: attend(**case.arguments | {"q": q}))(several)
+    for q, out in zip(several, mapped, strict=True):
+        np.testing.assert_array_equal(out, attend(**case.arguments | {"q": q}))
+
+
+@needs_native
+def test_natively_long_contexts():
     shape = dataclasses.replace(SMALL, kv_heads=2, rows=3, page_size=64, slot_pages=32)
     check("native", make_case(shape, context_len=[2048, 1500, 1, 0], idx_mapping=[1, 2, 0], q_len=[5, 5, 4]))
 
@@ -187,14 +226,15 @@ def test_scores_of_any_size_are_exact_where_floats_are():
 
 
 def test_the_platform_chooses_native_code_for_few_tokens_only(native_code, monkeypatch):
-    def chosen(queries, dtype="float32", pages="float32", implementation=None):
+    def chosen(queries, dtype="float32", pages="float32", implementation=None, v_pages=None):
         case = make_case(
             dataclasses.replace(SMALL, queries=queries, dtype=dtype),
             context_len=[9, 30, 20, 5],
             idx_mapping=[1, 0, 3],
             q_len=[queries] * 3,
         )
-        arguments = case.arguments | {name: case.arguments[name].astype(pages) for name in ("k_pages", "v_pages")}
+        pools = {"k_pages": pages, "v_pages": v_pages or pages}
+        arguments = case.arguments | {name: case.arguments[name].astype(kind) for name, kind in pools.items()}
         static = {"layer": LAYER, "causal": True, "window": None, "scale": 0.1, "implementation": implementation}
         return "dflash_attend" in str(jax.make_jaxpr(functools.partial(block_attention, **static))(**arguments))
 
@@ -202,6 +242,7 @@ def test_the_platform_chooses_native_code_for_few_tokens_only(native_code, monke
     assert not chosen(native.MOST_QUERIES + 1)
     assert not chosen(4, "float16", "float16")
     assert not chosen(4, "float32", "bfloat16")
+    assert not chosen(4, v_pages="bfloat16")
     assert not chosen(4, implementation="xla")
     monkeypatch.setattr(kernels_native, "available", lambda: False)
     assert not chosen(4)

@@ -49,14 +49,15 @@ def block_attention(
       layer: which layer's pages to read.
       causal: whether a query sees only keys at or before it.
       window: keys further than this from the query (|query - key| >= window) are not seen; with
-        causal False the window reaches both ways. None for no limit.
+        causal False the window reaches both ways. 1 or more; None for no limit.
       scale: multiplies the scores.
-      implementation: overrides what the platform decides; see `kernels.choice`.
+      implementation: overrides what the platform decides, which is `kernels.choice` and on CPUs C++ where
+        it `suits`. To be differentiated, it must be "reference".
 
     Returns:
       Mixed values, in q's dtype; zeros at empty rows and padding.
     """
-    if implementation is None and native.suits(q, k_block, k_pages):
+    if implementation is None and native.suits(q, k_block, v_block, k_pages, v_pages):
         compute = native.block_attention
     else:
         compute = _IMPLEMENTATIONS[choose("block_attention", implementation, pallas.unsupported(q, k_block, k_pages))]

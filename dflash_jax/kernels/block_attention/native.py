@@ -12,15 +12,20 @@ from dflash_jax.kernels import native
 # With more, XLA's products of whole chunks are as fast.
 MOST_QUERIES = 16
 DTYPES = ("float32", "bfloat16")
+# Positions are 32 bits.
+_NO_WINDOW = 2**31 - 1
 
 
 def suits(
     q: Float[Array, "rows queries heads head_dim"],
     k_block: Float[Array, "rows queries kv_heads head_dim"],
+    v_block: Float[Array, "rows queries kv_heads head_dim"],
     k_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
 ) -> bool:
     """Whether this is the fastest way to compute these shapes here."""
-    known = k_block.dtype == k_pages.dtype and {q.dtype, k_pages.dtype} <= {jnp.dtype(t) for t in DTYPES}
+    cached = {x.dtype for x in (k_block, v_block, k_pages, v_pages)}
+    known = len(cached) == 1 and {q.dtype, *cached} <= {jnp.dtype(t) for t in DTYPES}
     return known and q.shape[1] <= MOST_QUERIES and native.available()
 
 
@@ -40,12 +45,13 @@ def block_attention(
     window: int | None,
     scale: float,
 ) -> Float[Array, "rows queries heads head_dim"]:
-    """See `api.block_attention`; a token's result is the same bits alone and in a block, if the pages have q's dtype.
+    """See `api.block_attention`; for finite numbers, a token's result is the same bits alone and in a block.
 
-    Only where `kernels.native.available`, in float32 and bfloat16.
+    Only where `kernels.native.available`, in float32 and bfloat16. It has no derivative.
     """
     indices = (x.astype(jnp.int32) for x in (block_table, idx_mapping, context_len, q_len))
-    compute = jax.ffi.ffi_call("dflash_attend", jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    compute = jax.ffi.ffi_call("dflash_attend", shape, vmap_method="sequential")
     out = compute(
         q.astype(jnp.float32),
         k_block,
@@ -54,7 +60,7 @@ def block_attention(
         v_pages,
         *indices,
         layer=np.int64(layer),
-        window=np.int64(window or 0),
+        window=np.int64(_NO_WINDOW if window is None else min(window, _NO_WINDOW)),
         causal=causal,
         scale=np.float32(scale),
     )

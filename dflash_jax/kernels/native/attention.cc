@@ -3,9 +3,10 @@
 // The queries that share a KV head lie side by side in the lanes of vectors, and every number of a key or value meets
 // a whole vector of them. Keys are taken in the order of their positions, in chunks that begin at multiples of a fixed
 // length, with an online softmax (arXiv 1805.02867) over the chunks. So the order of each sum depends on nothing but
-// the position of the query: a token's result is the same bits whether the tokens before it come from the pages or
-// with it in the block, and whatever else is computed.
+// the position of the query: where all numbers are finite, a token's result is the same bits whether the tokens before
+// it come from the pages or with it in the block, and whatever else is computed.
 
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -21,15 +22,15 @@ constexpr float kNone = -1e30f;
 inline Lanes All(float value) { return value - Lanes{}; }  // - 0 changes no float and costs nothing, + 0 does
 inline Lanes Greater(Lanes x, Lanes y) { return x > y ? x : y; }
 
-// e^x for x <= 0, within two units in the last place; 0 gives 1. Below -87, where floats end, it is as at -87.
+// e^x for x <= 0, within two units in the last place; 0 gives 1. Below -87, where it is next to nothing, it is as there.
 inline Lanes Exp(Lanes x) {
   x = x < All(-87.0f) ? All(-87.0f) : x;
   const Lanes rounder = All(12582912.0f);  // 1.5 * 2^23: added and subtracted, leaves a whole number
   const Lanes power = (x * 1.44269504f + rounder) - rounder;
   Lanes rest = MultiplyAdd(power, All(-0.693359375f), x);
   rest = MultiplyAdd(power, All(2.12194440e-4f), rest);
-  Lanes sum = All(1.0f / 720);
-  for (float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = MultiplyAdd(sum, rest, All(term));
+  Lanes sum = All(1.0f / 5040);
+  for (float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = MultiplyAdd(sum, rest, All(term));
   const Integers exponent = (__builtin_convertvector(power, Integers) + 127) << 23;
   return sum * (Lanes)exponent;
 }
@@ -44,7 +45,7 @@ struct Shape {
 };
 
 struct Scope {
-  int64_t layer, window;  // window 0: none
+  int64_t layer, window;
   bool causal;
   float scale;
 };
@@ -137,12 +138,9 @@ struct Task {
     for (int64_t lane = 0; lane < lanes; ++lane) {
       const int64_t token = (first + lane) / group, position = context + token;
       if (token >= count) continue;
-      int64_t low = 0, high = context + count;
+      const int64_t low = std::max<int64_t>(0, position - a.scope.window + 1);
+      int64_t high = std::min(context + count, position + a.scope.window);
       if (a.scope.causal) high = position + 1;
-      if (a.scope.window) {
-        low = std::max<int64_t>(low, position - a.scope.window + 1);
-        high = std::min(high, position + a.scope.window);
-      }
       begin[lane] = low, end[lane] = high;
       from = std::min(from, low), to = std::max(to, high);
     }
@@ -238,8 +236,10 @@ void Run(ffi::ThreadPool& pool, const Attention<Value>& a) {
   constexpr int64_t kShare = 1 << 17;  // multiplications that are worth a thread, some microseconds
   int64_t keys = 0;
   for (int64_t row = 0; row < a.shape.rows; ++row)
-    if (a.mapping[row] >= 0)
-      keys += a.shape.queries + std::max(a.lengths[std::min<int64_t>(a.mapping[row], a.shape.slots - 1)], 0);
+    if (a.mapping[row] >= 0) {
+      const int64_t context = a.lengths[std::min<int64_t>(a.mapping[row], a.shape.slots - 1)];
+      keys += a.shape.queries + std::clamp<int64_t>(context, 0, a.scope.window);
+    }
   const int64_t work = keys * a.shape.kv_heads * a.groups() * kLanes * a.shape.head_dim * 2;
   const int64_t threads = std::clamp<int64_t>(pool.num_threads(), 1, std::max<int64_t>(1, work / kShare));
   RunParts(pool, a.tasks(), threads, [a](int64_t number) { Compute(a, number); });
@@ -260,9 +260,10 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
       sizes(mapping) != Sizes{shape.rows} || sizes(counts) != Sizes{shape.rows} ||
       sizes(lengths) != Sizes{shape.slots} || sizes(*out) != of_q)
     return ffi::Error::InvalidArgument("rows, queries, heads or slots differ between the arguments");
-  if (shape.kv_heads < 1 || shape.heads % shape.kv_heads || shape.slots < 1 || shape.pages < 1 || layer < 0 ||
-      layer >= shape.layers)
-    return ffi::Error::InvalidArgument("there is no such layer, no slot or page, or KV heads do not divide the heads");
+  if (shape.kv_heads < 1 || shape.heads % shape.kv_heads || shape.slots < 1 || shape.pages < 1 || shape.page_size < 1 ||
+      layer < 0 || layer >= shape.layers || window < 1 || window > std::numeric_limits<int32_t>::max())
+    return ffi::Error::InvalidArgument(
+        "there is no such layer, slot, page or window, or KV heads do not divide the heads");
   const Scope scope{layer, window, causal, scale};
   auto run = [&](auto zero) {
     using Value = decltype(zero);

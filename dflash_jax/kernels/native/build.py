@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ _FLAGS = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
 _TARGETS = {"dflash_multiply": "DflashMultiply", "dflash_attend": "DflashAttend"}
 _PATIENCE = 120.0  # seconds for the compiler
 
+# XLA takes functions once, so that two threads must not both load them.
+_asking = threading.Lock()
+
 
 class BuildError(Exception):
     """Why there is no native code."""
 
 
-@functools.cache
 def available() -> bool:
     """Whether there is native code here; if there could be and is not, the log says why.
 
@@ -41,10 +44,16 @@ def available() -> bool:
     """
     if jax.default_backend() != "cpu":
         return False
+    with _asking:
+        return _register()
+
+
+@functools.cache
+def _register() -> bool:
     try:
         functions = load()
     except BuildError as error:
-        log_once(f"products and attention of a few rows take XLA's code, which is about half as fast: {error}")
+        log_once(f"products and attention of a few rows take XLA's code, which is half as fast or less: {error}")
         return False
     for target, function in functions.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")

@@ -79,9 +79,9 @@ struct Parts {
   }
 
   void Wait() const {
-    // The others are about to end: what is left of their parts takes less than a thread takes to wake up. One that
-    // has lost its core gets it back sooner if this one lets go.
-    for (int turn = 0; done.load(std::memory_order_acquire) < count; ++turn)
+    // The others are about to end, mostly sooner than a thread wakes up. One that has lost its core gets it back sooner
+    // if this one lets go.
+    for (int64_t turn = 0; done.load(std::memory_order_acquire) < count; ++turn)
       if (turn > 4096) std::this_thread::yield();
   }
 
