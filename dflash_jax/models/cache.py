@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels.pages import write_tokens
+
 
 class KeyValues(struct.PyTreeNode):
     """Keys and values of some tokens, all layers of one model."""
@@ -48,10 +50,10 @@ class Context(struct.PyTreeNode):
         physical = jnp.take_along_axis(rows, jnp.minimum(logical, rows.shape[1] - 1), axis=1)
         keep = (offsets < count[:, None]) & (self.idx_mapping >= 0)[:, None]
         keep &= (physical >= 0) & (logical < rows.shape[1])
-        # One past the end: a scatter in "drop" mode leaves such tokens out.
+        # One past the end: such tokens are dropped.
         physical = jnp.where(keep, physical, num_pages)
         offset = positions % page_size
         return KeyValues(
-            k=self.pages.k.at[:, physical, offset].set(entries.k.astype(self.pages.k.dtype), mode="drop"),
-            v=self.pages.v.at[:, physical, offset].set(entries.v.astype(self.pages.v.dtype), mode="drop"),
+            k=write_tokens(self.pages.k, entries.k, physical, offset),
+            v=write_tokens(self.pages.v, entries.v, physical, offset),
         )

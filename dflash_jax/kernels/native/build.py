@@ -21,10 +21,10 @@ import jax
 from dflash_jax.files import cache_directory, replace_file
 from dflash_jax.kernels.choice import log_once
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("product.cc", "attention.cc"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("product.cc", "attention.cc", "pages.cc"))
 _HEADERS = (Path(__file__).with_name("cpu.h"),)
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
-_TARGETS = {"dflash_multiply": "DflashMultiply", "dflash_attend": "DflashAttend"}
+_TARGETS = {"dflash_multiply": "DflashMultiply", "dflash_attend": "DflashAttend", "dflash_write": "DflashWrite"}
 _PATIENCE = 120.0  # seconds for the compiler
 
 # XLA takes functions once, so that two threads must not both load them.
