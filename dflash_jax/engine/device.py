@@ -17,7 +17,7 @@ from dflash_jax.engine.state import MAX_STOP_TOKENS, Models, Rows, Slots
 from dflash_jax.engine.steps import prefill, run_rounds
 from dflash_jax.kernels import native
 from dflash_jax.kernels.choice import Implementation
-from dflash_jax.kernels.product import RowMatrix, multiplies
+from dflash_jax.kernels.product import RowMatrix
 from dflash_jax.models.weights import is_matrix
 from dflash_jax.sampling import Sampler
 
@@ -49,12 +49,12 @@ def arranged(models: Models, implementation: Implementation | None) -> Models:
         return models
 
     def arrange(path: tuple, leaf: Array | RowMatrix) -> Array | RowMatrix:
-        if isinstance(leaf, RowMatrix) or not (is_matrix(path, leaf) and multiplies(leaf.dtype)):
+        if isinstance(leaf, RowMatrix) or not (is_matrix(path, leaf) and native.computes(leaf.dtype)):
             return leaf
         return RowMatrix(leaf.T)
 
     target = models.target
-    if target.lm_head is None and multiplies(target.embedding.dtype):
+    if target.lm_head is None and native.computes(target.embedding.dtype):
         models = models.replace(target=target.replace(lm_head=RowMatrix(target.embedding)))
     leaves, form = jax.tree_util.tree_flatten_with_path(models, is_leaf=lambda leaf: isinstance(leaf, RowMatrix))
     new = [arrange(path, leaf) for path, leaf in leaves]

@@ -11,7 +11,6 @@ from dflash_jax.kernels import native
 
 # With more, XLA's products of whole chunks are as fast.
 MOST_QUERIES = 16
-DTYPES = ("float32", "bfloat16")
 # Positions are 32 bits.
 _NO_WINDOW = 2**31 - 1
 
@@ -25,8 +24,7 @@ def suits(
 ) -> bool:
     """Whether this is the fastest way to compute these shapes here."""
     cached = {x.dtype for x in (k_block, v_block, k_pages, v_pages)}
-    known = len(cached) == 1 and {q.dtype, *cached} <= {jnp.dtype(t) for t in DTYPES}
-    return known and q.shape[1] <= MOST_QUERIES and native.available()
+    return len(cached) == 1 and native.computes(q.dtype, *cached) and q.shape[1] <= MOST_QUERIES and native.available()
 
 
 def block_attention(

@@ -249,16 +249,14 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::AnyBuffer 
                   ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages, ffi::Buffer<ffi::S32> table,
                   ffi::Buffer<ffi::S32> mapping, ffi::Buffer<ffi::S32> lengths, ffi::Buffer<ffi::S32> counts,
                   ffi::ResultBuffer<ffi::F32> out, int64_t layer, int64_t window, bool causal, float scale) {
-  typedef std::vector<int64_t> Sizes;
-  auto sizes = [](const auto& buffer) { return Sizes(buffer.dimensions().begin(), buffer.dimensions().end()); };
-  const Sizes of_q = sizes(q), of_k = sizes(k_pages), of_table = sizes(table);
+  const Sizes of_q = SizesOf(q), of_k = SizesOf(k_pages), of_table = SizesOf(table);
   if (of_q.size() != 4 || of_k.size() != 5 || of_table.size() != 2)
     return ffi::Error::InvalidArgument("q has 4 dimensions, pages have 5 and the block table has 2");
   const Shape shape{of_q[0], of_q[1], of_q[2], of_k[3], of_q[3], of_k[0], of_k[1], of_k[2], of_table[0], of_table[1]};
   const Sizes of_block = {shape.rows, shape.queries, shape.kv_heads, shape.head_dim};
-  if (of_k[4] != shape.head_dim || sizes(v_pages) != of_k || sizes(k_block) != of_block || sizes(v_block) != of_block ||
-      sizes(mapping) != Sizes{shape.rows} || sizes(counts) != Sizes{shape.rows} ||
-      sizes(lengths) != Sizes{shape.slots} || sizes(*out) != of_q)
+  if (of_k[4] != shape.head_dim || SizesOf(v_pages) != of_k || SizesOf(k_block) != of_block ||
+      SizesOf(v_block) != of_block || SizesOf(mapping) != Sizes{shape.rows} || SizesOf(counts) != Sizes{shape.rows} ||
+      SizesOf(lengths) != Sizes{shape.slots} || SizesOf(*out) != of_q)
     return ffi::Error::InvalidArgument("rows, queries, heads or slots differ between the arguments");
   if (shape.kv_heads < 1 || shape.heads % shape.kv_heads || shape.slots < 1 || shape.pages < 1 || shape.page_size < 1 ||
       layer < 0 || layer >= shape.layers || window < 1 || window > std::numeric_limits<int32_t>::max())

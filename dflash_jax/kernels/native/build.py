@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dflash_jax.files import cache_directory, replace_file
 from dflash_jax.kernels.choice import log_once
@@ -58,6 +59,11 @@ def _register() -> bool:
     for target, function in functions.items():
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(function), platform="cpu")
     return True
+
+
+def computes(*dtypes: jnp.dtype) -> bool:
+    """Whether native code computes with these dtypes; its sums are float32."""
+    return all(dtype in (jnp.float32, jnp.bfloat16) for dtype in dtypes)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-// What the native kernels share: vectors of a CPU's lanes, and work in parts for the threads of XLA's pool.
+// What the native kernels share: vectors of a CPU's lanes, the sizes of arrays, and work in parts for XLA's threads.
 
 #ifndef DFLASH_JAX_CPU_H_
 #define DFLASH_JAX_CPU_H_
@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <thread>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -63,6 +64,14 @@ inline Lanes MultiplyAdd(Lanes x, Lanes y, Lanes sum) {
 #else
   return sum + x * y;
 #endif
+}
+
+typedef std::vector<int64_t> Sizes;
+
+template <typename Buffer>
+Sizes SizesOf(const Buffer& buffer) {
+  const auto dimensions = buffer.dimensions();
+  return Sizes(dimensions.begin(), dimensions.end());
 }
 
 // Work in parts, which the threads that come take one after the other. Whoever waits has found no part left to

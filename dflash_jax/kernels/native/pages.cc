@@ -1,7 +1,6 @@
 // Writes tokens' keys or values to their pages, where these lie.
 
 #include <cstring>
-#include <vector>
 
 #include "cpu.h"
 
@@ -10,16 +9,13 @@ namespace {
 
 ffi::Error Write(ffi::AnyBuffer pool, ffi::AnyBuffer values, ffi::Buffer<ffi::S32> page, ffi::Buffer<ffi::S32> offset,
                  ffi::Result<ffi::AnyBuffer> out) {
-  typedef std::vector<int64_t> Sizes;
-  auto sizes = [](const auto& buffer) { return Sizes(buffer.dimensions().begin(), buffer.dimensions().end()); };
-  const Sizes of_pool = sizes(pool), of_values = sizes(values), of_page = sizes(page);
-  if (of_pool.size() < 3 || of_page.size() != 2 || sizes(offset) != of_page || sizes(*out) != of_pool ||
-      pool.element_type() != values.element_type() || pool.element_type() != out->element_type() ||
-      of_values != [&] {
-        Sizes expected = of_pool;
-        expected[1] = of_page[0], expected[2] = of_page[1];
-        return expected;
-      }())
+  const Sizes of_pool = SizesOf(pool), of_page = SizesOf(page);
+  if (of_pool.size() < 3 || of_page.size() != 2)
+    return ffi::Error::InvalidArgument("a pool has 3 dimensions or more, and pages have 2");
+  Sizes of_values = of_pool;
+  of_values[1] = of_page[0], of_values[2] = of_page[1];
+  if (SizesOf(values) != of_values || SizesOf(offset) != of_page || SizesOf(*out) != of_pool ||
+      pool.element_type() != values.element_type() || pool.element_type() != out->element_type())
     return ffi::Error::InvalidArgument("pool, values, pages and offsets do not fit each other");
   const int64_t layers = of_pool[0], pages = of_pool[1], page_size = of_pool[2], tokens = of_page[0] * of_page[1];
   const int64_t places = layers * pages * page_size;

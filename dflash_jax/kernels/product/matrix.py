@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from dflash_jax.kernels import native
-from dflash_jax.kernels.product.native import multiplies, multiply
+from dflash_jax.kernels.product.native import multiply
 
 # Of more rows, XLA's products are as fast or faster; in bfloat16 only on processors that multiply it, elsewhere they
 # take eight times as long.
@@ -37,7 +37,7 @@ class RowMatrix(struct.PyTreeNode):
         """x @ matrix with its sums as they are, in float32 or better."""
         rows = math.prod(x.shape[:-1])
         slow = jnp.promote_types(x.dtype, self.dtype) == jnp.bfloat16 and not native.has_bfloat16()
-        if (rows <= MOST_ROWS or slow) and multiplies(x.dtype, self.dtype) and native.available():
+        if (rows <= MOST_ROWS or slow) and native.computes(x.dtype, self.dtype) and native.available():
             flat = multiply(x.reshape(rows, x.shape[-1]), self.value)
             return flat.reshape(*x.shape[:-1], flat.shape[-1])
         wide = jnp.promote_types(jnp.promote_types(x.dtype, self.dtype), jnp.float32)
