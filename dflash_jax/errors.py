@@ -21,5 +21,9 @@ class RequestError(DflashError, ValueError):
     """A request that can never be served."""
 
 
+class StateError(DflashError, RuntimeError):
+    """A state of an engine that cannot be used as it is asked for."""
+
+
 class InvariantError(DflashError, AssertionError):
     """An engine invariant does not hold. The message begins with the invariant's name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from safetensors.numpy import load_file
 from dflash_jax import Completion, Engine, EngineConfig
 from dflash_jax.checkpoints import load_draft, load_target
 from dflash_jax.engine import Models
+from dflash_jax.engine.absorb import absorb
+from dflash_jax.engine.output import join_updates
 from dflash_jax.engine.pages import empty_pool
+from dflash_jax.engine.plan import make_plan
 
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = ("recall-dflash1", "recall-dflash2", "recall-dflash2-swa")
@@ -54,7 +58,8 @@ def engine(
     """
     served = Engine(models(draft), EngineConfig(**{**SIZES, **sizes}), k=k, max_context=max_context)
     pool = served.host.pool if pages is None else empty_pool(pages, served.config.page_size)
-    served.host = dataclasses.replace(served.host, pool=pool, max_slots=slots or served.host.max_slots)
+    policy = dataclasses.replace(served.host.policy, max_slots=slots or served.host.policy.max_slots)
+    served.host = dataclasses.replace(served.host, pool=pool, policy=policy)
     return served
 
 
@@ -85,6 +90,20 @@ def assert_is_golden(completion: Completion, case: dict[str, Any]) -> None:
     assert list(completion.produced_per_round) == case["produced_per_round"]
     drafted = [list(block) for block in completion.drafted_blocks]
     assert drafted[: len(full_blocks(case))] == full_blocks(case)
+
+
+def step_in_order(served: Engine, order: Callable[[int], Sequence[int]]) -> None:
+    """One step with the rows of its plan in another order; what it brings waits in `host.undelivered`.
+
+    Args:
+      served: the engine.
+      order: for a number of rows, which row comes where; see `Plan.permuted`.
+    """
+    host, plan = make_plan(served.host)
+    plan = plan.permuted(order(len(plan.chunks)), order(len(plan.decodes)))
+    served.state, report = served._run(served.state, plan)
+    host, updates = absorb(host, plan, report, 0.0, served._read)
+    served.host = dataclasses.replace(host, undelivered=join_updates(host.undelivered, updates))
 
 
 def record(completion: Completion) -> tuple[Any, ...]:

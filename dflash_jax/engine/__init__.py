@@ -3,7 +3,8 @@
 from dflash_jax.engine.config import EngineConfig, EngineSetup
 from dflash_jax.engine.engine import Engine, Prompt
 from dflash_jax.engine.invariants import Violation
-from dflash_jax.engine.request import Completion, Metrics, SamplingParams, Update
+from dflash_jax.engine.output import Completion, Metrics, Update
+from dflash_jax.engine.request import SamplingParams
 from dflash_jax.engine.state import EngineState, Models
 
 __all__ = [

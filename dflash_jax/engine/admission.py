@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dflash_jax.engine.pages import PagePool
+from dflash_jax.engine.pages import PagePool, pages_for
 from dflash_jax.engine.request import Request, SamplingParams
-from dflash_jax.engine.scheduler import pages_for
 from dflash_jax.errors import RequestError
 from dflash_jax.models.config import TargetConfig
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +13,103 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.checkpoints import load_draft, load_target
+from dflash_jax.checkpoints import LoadedDraft, Tokenizer, load_draft, load_target
 from dflash_jax.checkpoints.shortlist import read_shortlist
-from dflash_jax.engine import scheduler
+from dflash_jax.engine import display
 from dflash_jax.engine import snapshot as snapshots
+from dflash_jax.engine.absorb import end
 from dflash_jax.engine.admission import make_request
-from dflash_jax.engine.config import EngineSetup
-from dflash_jax.engine.core import Core
-from dflash_jax.engine.outbox import Outbox
-from dflash_jax.engine.request import Completion, Progress, Request, SamplingParams, Update
-from dflash_jax.engine.scheduler import HostState
-from dflash_jax.engine.state import Models
+from dflash_jax.engine.config import EngineConfig, EngineSetup
+from dflash_jax.engine.containers import Queue
+from dflash_jax.engine.device import arranged
+from dflash_jax.engine.host import NO_LIMIT, HostState, add, remove, restart, shift_times
+from dflash_jax.engine.init import empty_device, init_host, make_policy
+from dflash_jax.engine.output import Completion, Update, join_updates
+from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
+from dflash_jax.engine.request import SamplingParams
+from dflash_jax.engine.run import Runner, step
+from dflash_jax.engine.state import EngineState, Models, is_donated
 from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.kernels.choice import Implementation
 from dflash_jax.models.draft import make_shortlist
 from dflash_jax.settings import parse, read_settings
+
+Draft = str | Path | LoadedDraft
+"""The path of a draft, or a loaded one."""
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """Text, token ids, or chat messages."""
 
 _OF_A_JOB = ("sampling", "input", "output", "report")
+_UNCHANGED: Any = object()
 
 
-class Engine(Core):
-    """Generates for many requests at once, drafting for each from its own context."""
+class Engine:
+    """Generates for many requests at once, drafting for each from its own context.
+
+    An engine is a pair of immutable values, `host` and `state` (the device's half), and `step` replaces them
+    by the next pair. Both may be read, kept and compared between steps, and set; with `donate=False` in
+    the config old device states stay readable too.
+
+    Attributes:
+      host: requests, page account and undelivered updates.
+      state: slots and pages on the device.
+      config: sizes and habits.
+      tokenizer: for text prompts and text output, if the target has one.
+      setup: what `from_config` was given, so that a snapshot can be restored without naming the models again.
+    """
 
     setup: EngineSetup | None = None
-    """What `from_config` was given, so that a snapshot can be restored without naming the models again."""
+
+    def __init__(
+        self,
+        models: Models,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        k: int | None = None,
+        max_context: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        implementation: Implementation | None = None,
+    ):
+        """Makes an engine with no requests in it.
+
+        Args:
+          models: the target and, to speculate, the draft.
+          config: sizes and habits.
+          tokenizer: for text prompts and text output.
+          k: tokens to draft in each round; the trained block_size - 1 by default.
+          max_context: requests whose context grows past this many tokens go on without drafting.
+          clock: seconds, for the metrics.
+          implementation: of the kernels; see `kernels.choice`.
+
+        Raises:
+          ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
+        """
+        self.config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self._clock = clock
+        self._run = Runner(arranged(models, implementation), donate=self.config.donate, implementation=implementation)
+        policy = make_policy(self.models, self.config, k, NO_LIMIT if max_context is None else max_context)
+        self.host = init_host(self.config, policy, self._run.identity)
+        self.state: EngineState = empty_device(self.models, self.config)
+        self._read: Reader = NO_TEXT if tokenizer is None else TextReader(tokenizer)
+
+    @property
+    def models(self) -> Models:
+        """The weights, as the device is fastest with them. An engine of other ones is made by `fork`."""
+        return self._run.models
+
+    @property
+    def k(self) -> int:
+        """Tokens drafted in each round; 0 decodes plainly."""
+        return self.host.policy.k
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is in flight or any update undelivered."""
+        host = self.host
+        return bool(len(host.waiting) or len(host.running) or len(host.undelivered))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | EngineSetup | str | Path) -> Engine:
@@ -91,28 +163,45 @@ class Engine(Core):
         """
         if not isinstance(sampling, SamplingParams):
             sampling = SamplingParams().override(sampling or {})
+        host = self.host
         if request_id is None:
-            request_id = f"request-{self._next_id}"
-            self._next_id += 1
-        if any(p.request.id == request_id for p in (*self.host.waiting, *self.host.running)):
-            raise RequestError(f"request id {request_id!r} is in flight already; ids must be unique")
+            request_id = f"request-{host.next_id}"
+            host = dataclasses.replace(host, next_id=host.next_id + 1)
         request = make_request(
             request_id,
             self.tokenize(prompt),
             sampling,
             target=self.models.target_config,
             max_model_len=self.config.max_model_len,
-            pool=self.host.pool,
+            pool=host.pool,
             has_tokenizer=self.tokenizer is not None,
         )
-        progress = Progress(request, arrived=self._clock(), fallback=self._fallback_of(request))
-        self.host = dataclasses.replace(
-            self.host,
-            waiting=(*self.host.waiting, progress),
-            fallbacks=self.host.fallbacks + (progress.fallback is not None),
-        )
-        self._outbox.open(request)
+        self.host = add(host, request, self._clock())
         return request_id
+
+    def step(self) -> tuple[Update, ...]:
+        """Admits, prefills, runs rounds; returns what each request got, and what was not delivered before.
+
+        Whatever this raises, no request is lost: the state is the one from before, or, if the device's half of
+        that was used up, one in which those in flight start again from the tokens they have.
+
+        Raises:
+          InvariantError: an invariant is violated and the engine is strict.
+        """
+        self._advance()
+        updates, self.host = tuple(self.host.undelivered), dataclasses.replace(self.host, undelivered=Queue())
+        return updates
+
+    def _advance(self) -> None:
+        """One step; what it brought waits in `host.undelivered`."""
+        try:
+            host, state, updates = step(self._run, self.host, self.state, self._clock, self._read)
+        except BaseException:
+            if is_donated(self.state):
+                self.host, self.state = restart(self.host), empty_device(self.models, self.config)
+            raise
+        self.host = dataclasses.replace(host, undelivered=join_updates(host.undelivered, updates))
+        self.state = state
 
     def abort(self, request_id: str) -> Completion:
         """Ends a request wherever it is, and returns what it has.
@@ -120,28 +209,29 @@ class Engine(Core):
         Raises:
           RequestError: no such request is in flight.
         """
-        for progress in (*self.host.waiting, *self.host.running):
-            if progress.request.id == request_id:
-                self._remove(progress)
-                return self._outbox.close(progress, "abort", deliver=False)
-        raise RequestError(f"no request {request_id!r} is in flight, so it cannot be aborted")
+        sequence = self.host.find(request_id)
+        if sequence is None:
+            raise RequestError(f"no request {request_id!r} is in flight, so it cannot be aborted")
+        self.host = remove(self.host, request_id)
+        completion = end(sequence, "abort", self._read).completion
+        assert completion is not None
+        return completion
 
     def counters(self) -> dict[str, int]:
         """What happened since the engine was made: pages found and not found in the prefix cache, pages evicted
-        from it, prompt tokens it saved from being run, preemptions, and requests that fell back to plain decoding."""
-        host, pool = self.host, self.host.pool
+        from it, and `Counters`."""
+        pool = self.host.pool
         return {
             "prefix_hits": pool.hits,
             "prefix_misses": pool.misses,
             "prefix_evictions": pool.evictions,
-            "prefix_tokens_saved": host.tokens_saved,
-            "preemptions": host.preemptions,
-            "fallbacks": host.fallbacks,
+            **dataclasses.asdict(self.host.counters),
         }
 
     def slot_of(self, request_id: str) -> int | None:
         """Where on the device a request lives; None while it waits, and once it is done."""
-        return next((p.slot for p in self.host.running if p.request.id == request_id), None)
+        sequence = self.host.running.get(request_id)
+        return None if sequence is None else sequence.slot
 
     def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
         """Token ids of a prompt.
@@ -196,39 +286,50 @@ class Engine(Core):
         return ids
 
     def _stream(self, ids: Sequence[str]) -> Iterator[Update]:
-        unfinished = set(ids)
+        """Updates of some requests; those of the others stay undelivered."""
+        unfinished = dict.fromkeys(ids)
         try:
             while unfinished:
-                for update in self.step():
-                    if update.id in unfinished:
-                        if update.completion is not None:
-                            unfinished.discard(update.id)
-                        yield update
+                self._advance()
+                for request_id in [name for name in unfinished if name in self.host.undelivered]:
+                    update = self.host.undelivered.get(request_id)
+                    assert update is not None
+                    self.host = dataclasses.replace(self.host, undelivered=self.host.undelivered.remove(request_id))
+                    if update.completion is not None:
+                        del unfinished[request_id]
+                    yield update
         finally:
             for request_id in unfinished:
-                self.abort(request_id)
+                if self.host.find(request_id) is not None:
+                    self.abort(request_id)
+                if request_id in self.host.undelivered:
+                    self.host = dataclasses.replace(self.host, undelivered=self.host.undelivered.remove(request_id))
 
-    # Snapshots.
+    # Snapshots and forks.
 
     def snapshot(self, directory: str | Path) -> None:
-        """Saves everything but the weights, in the middle of whatever goes on, replacing an older snapshot there."""
-        now = self._clock()
-        host = scheduler.shift_times(self.host, -now)
+        """Saves both halves in the middle of whatever goes on, replacing an older snapshot there.
+
+        The weights are not saved, only which they are.
+        """
+        host = shift_times(self.host, -self._clock())
         setup = None if self.setup is None else self.setup.model_dump()
-        saved = snapshots.HostSnapshot(host, self._next_id, setup, snapshots.shapes(self.state))
-        snapshots.save(Path(directory), self.state, saved)
+        snapshots.save(Path(directory), self.state, snapshots.HostSnapshot(host, setup, snapshots.shapes(self.state)))
 
     @classmethod
-    def restore(cls, directory: str | Path, engine: Engine | None = None) -> Engine:
+    def restore(
+        cls, directory: str | Path, engine: Engine | None = None, *, draft: Draft | None = _UNCHANGED
+    ) -> Engine:
         """An engine that goes on where the snapshot was taken: the same tokens, the same drafted blocks.
 
         Args:
           directory: the snapshot.
           engine: an engine of the same models and config, whose requests are replaced; by default the
             models are loaded from what the snapshot's engine was configured with.
+          draft: go on with another draft, as of `fork`.
 
         Raises:
-          CheckpointError: there is no complete snapshot, or it is of an engine of other sizes.
+          CheckpointError: there is no complete snapshot, or it is of an engine of other sizes or other models.
         """
         saved = snapshots.load_host(Path(directory))
         if engine is None:
@@ -238,40 +339,90 @@ class Engine(Core):
                     "give restore() an engine with its models"
                 )
             engine = cls.from_config(saved.setup)
-        rows = saved.shape_of[".rows.idx_mapping"][0]
-        like = engine._empty_state(rows)
-        if snapshots.shapes(like) != saved.shape_of:
-            different = next(
-                name for name, shape in snapshots.shapes(like).items() if shape != saved.shape_of.get(name)
-            )
+        host = shift_times(dataclasses.replace(saved.host, policy=engine.host.policy), engine._clock())
+        if draft is not _UNCHANGED:
+            other = engine._with_draft(draft, None)
+            other._check_target(saved.host, directory)
+            other.host = other._rebuilt(host)
+            return other
+        different = saved.host.models.difference(engine.host.models)
+        if different is not None:
             raise CheckpointError(
-                f"{directory} is the snapshot of another engine: its state{different} is "
-                f"{saved.shape_of.get(different)}, this engine's is {snapshots.shapes(like)[different]}"
+                f"{directory} cannot be gone on from by this engine: {different}; restore it into an engine of those "
+                "models, or give restore() the draft to go on with, and the contexts are made anew"
+            )
+        like = empty_device(engine.models, engine.config, saved.shape_of[".rows.idx_mapping"][0])
+        if snapshots.shapes(like) != saved.shape_of:
+            name = next(name for name, shape in snapshots.shapes(like).items() if shape != saved.shape_of.get(name))
+            raise CheckpointError(
+                f"{directory} is the snapshot of another engine: its state{name} is "
+                f"{saved.shape_of.get(name)}, this engine's is {snapshots.shapes(like)[name]}"
             )
         engine.state = snapshots.load_state(Path(directory), like)
-        engine._resume(scheduler.shift_times(saved.host, engine._clock()), saved.next_id)
+        engine.host = host
         return engine
 
-    def fork(self) -> Engine:
-        """A second engine in the same state; from here on the two are independent."""
-        twin = copy.copy(self)
+    def fork(self, *, draft: Draft | None = _UNCHANGED, k: int | None = None) -> Engine:
+        """A second engine in the same state; from here on the two are independent.
+
+        Args:
+          draft: another draft for the second engine: its path, or a loaded one; None decodes plainly. Every
+            request's contexts are then made anew from its tokens, and what is drafted from there on is
+            what an engine that had this draft from the beginning would draft.
+          k: another number of tokens to draft in each round. The contexts stay as they are.
+
+        Raises:
+          ConfigError, CheckpointError: the draft cannot be read or does not fit.
+        """
+        if draft is not _UNCHANGED:
+            twin = self._with_draft(draft, k)
+            twin.host = twin._rebuilt(self.host)
+            return twin
+        twin = self._copy()
+        if k is not None:
+            policy = make_policy(self.models, self.config, k, self.host.policy.draft_limit)
+            twin.host = dataclasses.replace(self.host, policy=policy)
         twin.state = jax.tree.map(jnp.copy, self.state) if self.config.donate else self.state
-        twin._resume(self.host, self._next_id)
         return twin
 
-    def _resume(self, host: HostState, next_id: int) -> None:
-        self.host, self._next_id, self._outbox = host, next_id, Outbox(self.tokenizer)
-        for progress in (*host.running, *host.waiting):
-            self._outbox.open(progress.request, progress.emitted)
+    def _copy(self) -> Engine:
+        twin = copy.copy(self)
+        twin._read = NO_TEXT if self.tokenizer is None else TextReader(self.tokenizer)
+        return twin
 
-    # Requests.
+    def _with_draft(self, draft: Draft | None, k: int | None) -> Engine:
+        """An engine like this one with another draft and no requests."""
+        models, twin = self.models, self._copy()
+        if isinstance(draft, str | Path):
+            draft = load_draft(draft, self.config.dtype)
+        if draft is None:
+            models = models.replace(draft=None, draft_config=None, shortlist=None)
+        else:
+            models = models.replace(draft=draft.params, draft_config=draft.config, shortlist=None)
+        run = self._run
+        twin._run = Runner(arranged(models, run.implementation), donate=run.donate, implementation=run.implementation)
+        policy = make_policy(models, self.config, k, self.host.policy.draft_limit)
+        twin.host, twin.state = init_host(self.config, policy, twin._run.identity), empty_device(models, self.config)
+        # What it was configured with names another draft.
+        twin.setup = None
+        return twin
 
-    def _fallback_of(self, request: Request) -> str | None:
-        """Why a request never drafts, if so."""
-        if self.k == 0:
-            return None
-        if not request.sampling.speculation:
-            return "the request asked for no speculation"
-        if len(request.prompt) > self.draft_limit:
-            return f"its prompt of {len(request.prompt)} tokens is past draft.max_context {self.draft_limit}"
-        return None
+    def _check_target(self, host: HostState, directory: str | Path) -> None:
+        wrote, reads = host.models.target, self.host.models.target
+        if wrote != reads:
+            raise CheckpointError(
+                f"{directory} was taken with {wrote}, and the target here is {reads}; only the draft may be another"
+            )
+
+    def _rebuilt(self, host: HostState) -> HostState:
+        """Another engine's requests in this one, with every context to be made anew."""
+        policy = dataclasses.replace(self.host.policy, max_slots=host.policy.max_slots)
+        host = restart(host)
+        pool = dataclasses.replace(self.host.pool, hits=host.pool.hits, misses=host.pool.misses)
+        return dataclasses.replace(host, policy=policy, models=self.host.models, pool=pool)
+
+    def __repr__(self) -> str:
+        return display.engine_text(self.host, self.models)
+
+    def _repr_html_(self) -> str:
+        return display.engine_html(self.host, self.models)

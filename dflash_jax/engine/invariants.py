@@ -24,6 +24,7 @@ class Violation(enum.IntEnum):
     slot_exclusive = 2
     block_table_covers = 3
     position_monotone = 4
+    finite_logits = 5
 
 
 MEANING = {
@@ -31,6 +32,7 @@ MEANING = {
     Violation.slot_exclusive: "a live slot is in one row at most",
     Violation.block_table_covers: "pages exist for every token a step may commit",
     Violation.position_monotone: "a slot's position only grows, by what was committed",
+    Violation.finite_logits: "the target's logits are finite numbers",
 }
 
 

@@ -1,4 +1,4 @@
-"""Requests as the host knows them: what was asked, how far it is, what came of it."""
+"""Requests: what is asked of the engine, and how it is to answer."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from dflash_jax.engine.state import MAX_STOP_TOKENS
 from dflash_jax.errors import RequestError
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,143 +119,3 @@ class Request:
     def longest(self) -> int:
         """Tokens that are ever in the pages for it: all but the last one produced."""
         return len(self.prompt) + self.limit - 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """How far a request is.
-
-    Attributes:
-      request: what was asked.
-      arrived: when, in seconds on the engine's clock.
-      slot: where it lives on the device, None while it waits.
-      pages: its physical pages in order of position.
-      computed: tokens in its pages.
-      emitted: tokens produced.
-      shared: how many of `pages` are known to the prefix cache.
-      produced_per_round, drafted_blocks: one entry for each round it took part in.
-      fallback: why it no longer drafts although the engine does, if so.
-      preemptions: how often it had to give its pages back.
-      cached_tokens: prompt tokens it did not have to run, over all its admissions.
-      first_token, last_token: when those were seen, on the engine's clock.
-    """
-
-    request: Request
-    arrived: float
-    slot: int | None = None
-    pages: tuple[int, ...] = ()
-    computed: int = 0
-    emitted: tuple[int, ...] = ()
-    shared: int = 0
-    produced_per_round: tuple[int, ...] = ()
-    drafted_blocks: tuple[tuple[int, ...], ...] = ()
-    fallback: str | None = None
-    preemptions: int = 0
-    cached_tokens: int = 0
-    first_token: float | None = None
-    last_token: float | None = None
-
-    @property
-    def to_run(self) -> tuple[int, ...]:
-        """Tokens that must be in the pages before it decodes: the prompt, and on resumption what it produced."""
-        return self.request.prompt + self.emitted[:-1]
-
-    @property
-    def decoding(self) -> bool:
-        """Its prompt is done."""
-        return self.slot is not None and bool(self.emitted) and self.computed >= len(self.to_run)
-
-
-@dataclasses.dataclass(frozen=True)
-class Metrics:
-    """What speculation did for a request, in vLLM's conventions.
-
-    Attributes:
-      drafts_proposed: drafted tokens.
-      drafts_accepted: those that became output; the target's own token after them does not count.
-      drafted_request_steps: rounds that carried a draft.
-      accept_rate: accepted / proposed; None when nothing was drafted.
-      mean_acceptance_length: 1 + accepted / steps; None when nothing was drafted.
-      ttft_s: seconds from arrival to the first token.
-      tpot_s: seconds per token after the first; None for a single token.
-      preemptions: how often it gave its pages back and was resumed.
-      cached_tokens: prompt tokens taken from the prefix cache.
-    """
-
-    drafts_proposed: int
-    drafts_accepted: int
-    drafted_request_steps: int
-    accept_rate: float | None
-    mean_acceptance_length: float | None
-    ttft_s: float | None
-    tpot_s: float | None
-    preemptions: int
-    cached_tokens: int
-
-
-def metrics_of(progress: Progress) -> Metrics:
-    """The metrics of a request so far."""
-    drafted = [
-        (produced - 1, len(block))
-        for produced, block in zip(progress.produced_per_round, progress.drafted_blocks, strict=True)
-        if block
-    ]
-    steps, accepted, proposed = len(drafted), sum(a for a, _ in drafted), sum(p for _, p in drafted)
-    first, last, count = progress.first_token, progress.last_token, len(progress.emitted)
-    return Metrics(
-        drafts_proposed=proposed,
-        drafts_accepted=accepted,
-        drafted_request_steps=steps,
-        accept_rate=accepted / proposed if proposed else None,
-        mean_acceptance_length=1 + accepted / steps if steps else None,
-        ttft_s=None if first is None else first - progress.arrived,
-        tpot_s=(last - first) / (count - 1) if first is not None and last is not None and count > 1 else None,
-        preemptions=progress.preemptions,
-        cached_tokens=progress.cached_tokens,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """A finished request.
-
-    Attributes:
-      id: the request's.
-      prompt_tokens: length of its prompt.
-      token_ids: what it produced, the stop token included if one ended it.
-      text: decoded, without special tokens and without the stop string; None without a tokenizer.
-      finish_reason: "stop" (stop token or string), "length", "abort" or "error".
-      error: what went wrong, for "error".
-      fallback: why it stopped speculating, if it did.
-      metrics: see `Metrics`.
-      produced_per_round: tokens of each round, the prefill's first token not counted.
-      drafted_blocks: what was drafted in each of those rounds.
-    """
-
-    id: str
-    prompt_tokens: int
-    token_ids: tuple[int, ...]
-    text: str | None
-    finish_reason: FinishReason
-    error: str | None
-    fallback: str | None
-    metrics: Metrics
-    produced_per_round: tuple[int, ...]
-    drafted_blocks: tuple[tuple[int, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Update:
-    """What one step brought one request.
-
-    Attributes:
-      id: the request's.
-      token_ids: new tokens.
-      text: new text that is final; "" while a character is incomplete, None without a tokenizer.
-      completion: set when the request finished in this step.
-    """
-
-    id: str
-    token_ids: tuple[int, ...]
-    text: str | None
-    completion: Completion | None = None

@@ -9,20 +9,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import immutables
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
+from dflash_jax.engine.containers import Log, Queue
+from dflash_jax.engine.host import Counters, HostState, Policy
+from dflash_jax.engine.identity import ModelIdentity, ModelsIdentity
+from dflash_jax.engine.output import Completion, Metrics, Update
 from dflash_jax.engine.pages import PagePool
-from dflash_jax.engine.request import Progress, Request, SamplingParams
-from dflash_jax.engine.scheduler import HostState
+from dflash_jax.engine.request import Request, SamplingParams
+from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.state import EngineState
 from dflash_jax.errors import CheckpointError
 
 _STATE, _HOST = "state", "host.json"
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +36,12 @@ class HostSnapshot:
     """The host's part of a snapshot.
 
     Attributes:
-      host: queue, running requests, page account. Times in it are seconds before the snapshot.
-      next_id: for made-up request ids.
+      host: the host's half. Times in it are seconds before the snapshot.
       setup: the engine's configuration as plain values, if it was made from one.
       shape_of: shapes of the device state's leaves, to tell early that an engine is of another kind.
     """
 
     host: HostState
-    next_id: int
     setup: dict[str, Any] | None
     shape_of: dict[str, list[int]]
 
@@ -56,7 +60,7 @@ def save(directory: Path, state: EngineState, snapshot: HostSnapshot) -> None:
     staging.mkdir(parents=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(staging / _STATE, state)
-    (staging / _HOST).write_text(json.dumps(_host_to_json(snapshot)), encoding="utf-8")
+    (staging / _HOST).write_text(json.dumps(_to_json(snapshot)), encoding="utf-8")
     old = directory.with_name(directory.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
@@ -73,7 +77,7 @@ def load_host(directory: Path) -> HostSnapshot:
     """
     directory = _find(directory)
     try:
-        return _host_from_json(json.loads((directory / _HOST).read_text(encoding="utf-8")))
+        return _from_json(json.loads((directory / _HOST).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory} is not a snapshot of an engine: {error}") from None
 
@@ -91,58 +95,106 @@ def _find(directory: Path) -> Path:
     return old if old.exists() and not directory.exists() else directory
 
 
-def _host_to_json(snapshot: HostSnapshot) -> dict[str, Any]:
-    host = snapshot.host
-    pool = dataclasses.asdict(host.pool) | {
-        "references": host.pool.references.tolist(),
-        "free": host.pool.free.tolist(),
-        "page_of": {key.hex(): page for key, page in host.pool.page_of.items()},
-        "hash_of": {},
-    }
+def _to_json(snapshot: HostSnapshot) -> dict[str, Any]:
+    host, pool = snapshot.host, snapshot.host.pool
     return {
-        "host": {
-            **{f.name: getattr(host, f.name) for f in dataclasses.fields(host) if f.type == "int"},
-            "waiting": [dataclasses.asdict(progress) for progress in host.waiting],
-            "running": [dataclasses.asdict(progress) for progress in host.running],
-            "pool": pool,
+        "version": _VERSION,
+        "policy": dataclasses.asdict(host.policy),
+        "models": dataclasses.asdict(host.models),
+        "waiting": [_sequence_to_json(sequence) for sequence in host.waiting],
+        "running": [_sequence_to_json(sequence) for sequence in host.running],
+        "undelivered": [dataclasses.asdict(update) for update in host.undelivered],
+        "next_id": host.next_id,
+        "counters": dataclasses.asdict(host.counters),
+        "pool": {
+            "num_pages": pool.num_pages,
+            "page_size": pool.page_size,
+            "free": [pool.free[at] for at in range(len(pool.free))],
+            "idle": list(pool.idle),
+            "page_of": {key.hex(): page for key, page in pool.page_of.items()},
+            "hits": pool.hits,
+            "misses": pool.misses,
+            "evictions": pool.evictions,
         },
-        "next_id": snapshot.next_id,
         "setup": snapshot.setup,
         "shape_of": snapshot.shape_of,
     }
 
 
-def _host_from_json(values: dict[str, Any]) -> HostSnapshot:
-    host, pool = values["host"], values["host"]["pool"]
-    page_of = {bytes.fromhex(key): page for key, page in pool["page_of"].items()}
-    restored = PagePool(
+def _from_json(values: dict[str, Any]) -> HostSnapshot:
+    if values["version"] != _VERSION:
+        raise ValueError(f"it is of version {values['version']}, and this package reads version {_VERSION}")
+    models, pool = values["models"], values["pool"]
+    waiting, running = ([_sequence_from_json(one) for one in values[name]] for name in ("waiting", "running"))
+    updates = [_update_from_json(update) for update in values["undelivered"]]
+    page_of = immutables.Map({bytes.fromhex(key): page for key, page in pool["page_of"].items()})
+    references = Counter(page for sequence in running for page in sequence.pages)
+    host = HostState(
+        policy=Policy(**values["policy"]),
+        models=ModelsIdentity(
+            ModelIdentity(**models["target"]), None if models["draft"] is None else ModelIdentity(**models["draft"])
+        ),
+        pool=PagePool(
+            num_pages=pool["num_pages"],
+            page_size=pool["page_size"],
+            free=immutables.Map(dict(enumerate(pool["free"]))),
+            references=immutables.Map(references),
+            page_of=page_of,
+            hash_of=immutables.Map({page: key for key, page in page_of.items()}),
+            idle=Queue((page, page) for page in pool["idle"]),
+            hits=pool["hits"],
+            misses=pool["misses"],
+            evictions=pool["evictions"],
+        ),
+        waiting=Queue((sequence.id, sequence) for sequence in waiting),
+        running=Queue((sequence.id, sequence) for sequence in running),
+        undelivered=Queue((update.id, update) for update in updates),
+        next_id=values["next_id"],
+        counters=Counters(**values["counters"]),
+    )
+    return HostSnapshot(host, values["setup"], values["shape_of"])
+
+
+_LOGS = ("output", "pages", "produced_per_round", "drafted_blocks")
+
+
+def _sequence_to_json(sequence: Sequence) -> dict[str, Any]:
+    fields = {field.name: getattr(sequence, field.name) for field in dataclasses.fields(sequence)}
+    return {
+        **fields,
+        **{name: list(fields[name]) for name in _LOGS},
+        # They follow from the tokens.
+        "hashes": [],
+        "request": dataclasses.asdict(sequence.request),
+    }
+
+
+def _sequence_from_json(values: dict[str, Any]) -> Sequence:
+    request = values["request"]
+    sampling = {name: tuple(v) if isinstance(v, list) else v for name, v in request["sampling"].items()}
+    logs = {name: Log(values[name]) for name in ("output", "pages", "produced_per_round")}
+    return Sequence(
         **{
-            **pool,
-            "references": np.array(pool["references"], np.int32),
-            "free": np.array(pool["free"], np.int32),
-            "idle": tuple(pool["idle"]),
-            "page_of": page_of,
-            "hash_of": {page: key for key, page in page_of.items()},
+            **values,
+            **logs,
+            "drafted_blocks": Log(tuple(block) for block in values["drafted_blocks"]),
+            "hashes": Log(),
+            "request": Request(
+                id=request["id"],
+                prompt=tuple(request["prompt"]),
+                sampling=SamplingParams(**sampling),
+                stop_tokens=tuple(request["stop_tokens"]),
+                limit=request["limit"],
+            ),
         }
     )
-    requests = {name: tuple(_progress(progress) for progress in host[name]) for name in ("waiting", "running")}
-    return HostSnapshot(
-        HostState(**{**host, **requests, "pool": restored}), values["next_id"], values["setup"], values["shape_of"]
-    )
 
 
-def _progress(values: dict[str, Any]) -> Progress:
-    request = values["request"]
-    sampling = SamplingParams(**request["sampling"])
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-    }
-    fields["drafted_blocks"] = tuple(tuple(block) for block in values["drafted_blocks"])
-    fields["request"] = Request(
-        id=request["id"],
-        prompt=tuple(request["prompt"]),
-        sampling=sampling,
-        stop_tokens=tuple(request["stop_tokens"]),
-        limit=request["limit"],
-    )
-    return Progress(**fields)
+def _update_from_json(values: dict[str, Any]) -> Update:
+    completion = values["completion"]
+    if completion is not None:
+        blocks = tuple(tuple(block) for block in completion["drafted_blocks"])
+        lists = {name: tuple(completion[name]) for name in ("token_ids", "produced_per_round")}
+        metrics = Metrics(**completion["metrics"])
+        completion = Completion(**{**completion, **lists, "drafted_blocks": blocks, "metrics": metrics})
+    return Update(values["id"], tuple(values["token_ids"]), values["text"], completion)

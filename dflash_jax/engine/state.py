@@ -7,10 +7,16 @@ between rows cannot touch, lose or exchange anybody's context.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any, NoReturn
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
+from dflash_jax.engine import display
+from dflash_jax.errors import StateError
 from dflash_jax.models.cache import Context, KeyValues
 from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig
 from dflash_jax.models.draft import Shortlist
@@ -40,6 +46,9 @@ class Models(struct.PyTreeNode):
     def feature_layers(self) -> tuple[int, ...]:
         """Target layers whose outputs the draft is conditioned on."""
         return () if self.draft_config is None else self.draft_config.target_layer_ids
+
+    def __repr__(self) -> str:
+        return f"Models({display.models_text(self)})"
 
 
 class Rows(struct.PyTreeNode):
@@ -96,6 +105,12 @@ class EngineState(struct.PyTreeNode):
     target_pages: KeyValues
     draft_pages: KeyValues | None
 
+    def __repr__(self) -> str:
+        return display.state_text(self)
+
+    def _repr_html_(self) -> str:
+        return display.state_html(self)
+
     def target_context(self, idx_mapping: Int[Array, " rows"]) -> Context:
         """What the target may attend to, for the given rows."""
         return Context(self.target_pages, self.slots.block_table, idx_mapping, self.slots.position)
@@ -104,6 +119,42 @@ class EngineState(struct.PyTreeNode):
         """What the draft may attend to, for the given rows."""
         assert self.draft_pages is not None
         return Context(self.draft_pages, self.slots.block_table, idx_mapping, self.slots.draft_len)
+
+
+class _Donated:
+    """In the place of an array whose memory a later step has used."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise StateError(
+            "this state's memory was used again by a later step; to keep old states, make the engine with "
+            "engine.donate false (EngineConfig(donate=False))"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name not in ("__array__", "__jax_array__"):
+            # Python and libraries ask for many such names only to see whether they are there.
+            raise AttributeError(name)
+        self._refuse()
+
+    __getitem__ = __iter__ = __len__ = __int__ = __float__ = __bool__ = __array__ = _refuse
+
+    def __repr__(self) -> str:
+        return "<used again by a later step>"
+
+
+def mark_donated(state: EngineState) -> None:
+    """Makes whoever still holds a state whose memory was used again be told so when they look at it."""
+    donated = _Donated()
+    for node in (state, state.rows, state.slots, state.slots.sampler, state.target_pages, state.draft_pages):
+        if node is not None:
+            for field in dataclasses.fields(node):
+                if isinstance(getattr(node, field.name), jax.Array):
+                    object.__setattr__(node, field.name, donated)
+
+
+def is_donated(state: EngineState) -> bool:
+    """Whether a state's memory was used again."""
+    return any(isinstance(leaf, _Donated) or leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
 def init_pages(config: TransformerConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KeyValues:

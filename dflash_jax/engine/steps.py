@@ -1,6 +1,6 @@
-"""The two transitions of the engine: prefill a chunk, and run rounds.
+"""The transitions of the device's state: open slots, prefill a chunk, run rounds.
 
-Both act on the rows of the state they are given: extend the target by some tokens of each row, decide
+Steps act on the rows of the state they are given: extend the target by some tokens of each row, decide
 the next token, commit. Forward passes only read the pages; what is committed is written by one scatter
 at the end. Rejected tokens are never written anywhere, so nothing drafted can reach a page that
 somebody else shares.
@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from dflash_jax.engine.decide import decide
-from dflash_jax.engine.invariants import violations
-from dflash_jax.engine.state import EngineState, Models, Slots
+from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs
+from dflash_jax.engine.invariants import Violation, violations
+from dflash_jax.engine.state import EngineState, Models, Rows, Slots
+from dflash_jax.engine.verification import verify_hidden
 from dflash_jax.kernels.choice import Implementation
 from dflash_jax.models.draft import context_entries, propose
 from dflash_jax.models.selector import Proposal
@@ -31,28 +32,52 @@ class Report(struct.PyTreeNode):
       tokens: newly committed tokens, the first `produced` of them real.
       produced: how many; 0 for rows that did nothing.
       drafts: the drafted block.
-      drafted: how many tokens were drafted: all of the block, or 0.
+      num_drafts: how many tokens were drafted: all of the block, or 0.
+      damaged_draft: the draft's scores were not finite; its tokens may be anything.
       position: the slot's position after the step.
       finished: the request has produced its last token.
       stopped: it did so by a stop token.
-      violation: the `Violation` found before the row acted; it then did nothing.
+      violation: the `Violation` found, because of which the row did nothing.
     """
 
     tokens: Int[Array, "*rounds rows block"]
     produced: Int[Array, "*rounds rows"]
     drafts: Int[Array, "*rounds rows drafts"]
-    drafted: Int[Array, "*rounds rows"]
+    num_drafts: Int[Array, "*rounds rows"]
+    damaged_draft: Bool[Array, "*rounds rows"]
     position: Int[Array, "*rounds rows"]
     finished: Bool[Array, "*rounds rows"]
     stopped: Bool[Array, "*rounds rows"]
     violation: Int[Array, "*rounds rows"]
 
 
+def open_slots(state: EngineState, inputs: PrefillInputs) -> EngineState:
+    """The state with the rows of a prefill, whose new slots are overwritten, every field, by their entries.
+
+    Nothing of a slot's last owner is left in it.
+    """
+    num_slots = state.slots.position.shape[0]
+    # One past the end: a scatter in "drop" mode leaves such rows out.
+    slot = jnp.where(inputs.opens & (inputs.idx_mapping >= 0), inputs.idx_mapping, num_slots)
+    slots = jax.tree.map(lambda all_, new: all_.at[slot].set(new, mode="drop"), state.slots, inputs.entries)
+    return state.replace(rows=Rows(jnp.asarray(inputs.idx_mapping)), slots=slots)
+
+
+def give_pages(state: EngineState, inputs: DecodeInputs) -> EngineState:
+    """The state with the rows of some rounds, whose slots have their new pages in the block table."""
+    table = state.slots.block_table
+    idx_mapping, pages = inputs.idx_mapping[:, None], inputs.new_pages
+    slot = jnp.where((idx_mapping >= 0) & (pages >= 0), idx_mapping, table.shape[0])
+    logical = inputs.first_page[:, None] + jnp.arange(pages.shape[1])
+    slots = state.slots.replace(block_table=table.at[slot, logical].set(pages, mode="drop"))
+    return state.replace(rows=Rows(jnp.asarray(inputs.idx_mapping)), slots=slots)
+
+
 def prefill(
     models: Models,
     state: EngineState,
     tokens: Int[Array, "rows chunk"],
-    count: Int[Array, " rows"],
+    q_len: Int[Array, " rows"],
     last: Bool[Array, " rows"],
     known_next: Int[Array, " rows"],
     *,
@@ -64,36 +89,38 @@ def prefill(
       models: target and draft.
       state: the engine's state, with the prefilling rows as its rows.
       tokens: the chunks.
-      count: real tokens in each chunk; 0 for a row that does nothing.
+      q_len: real tokens in each chunk; 0 for a row that does nothing.
       last: the chunk ends the prompt: its last token's logits decide the anchor, and the slot decodes.
       known_next: the anchor of a request that resumes, which is committed already; -1 to sample it.
       implementation: of the kernels; see `kernels.choice`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
     slot = jnp.maximum(idx_mapping, 0)
-    live = (idx_mapping >= 0) & (count > 0) & ~slots.decoding[slot] & (slots.violation[slot] == 0)
-    listening = live & slots.speculating[slot]
-    violation = violations(state, jnp.where(live, idx_mapping, -1), listening, count)
+    live = (idx_mapping >= 0) & (q_len > 0) & ~slots.decoding[slot] & (slots.violation[slot] == 0)
+    drafting = live & slots.speculating[slot]
+    violation = violations(state, jnp.where(live, idx_mapping, -1), drafting, q_len)
     live &= violation == 0
-    listening &= live
-    count = jnp.where(live, count, 0)
     sampler = _sampler_of(slots, slot, live)
 
-    extension = _extend(models, state, jnp.where(live, idx_mapping, -1), tokens, count, implementation)
-    final = jnp.take_along_axis(extension.hidden, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+    extension = _extend(
+        models, state, jnp.where(live, idx_mapping, -1), tokens, jnp.where(live, q_len, 0), implementation
+    )
+    final = jnp.take_along_axis(extension.hidden, jnp.maximum(q_len - 1, 0)[:, None, None], axis=1)
     none = _no_proposal(idx_mapping.shape[0])
-    verdict = decide(
-        models, final, none, jnp.zeros_like(count), sampler, slots.position[slot] + count - 1, implementation
+    verdict = verify_hidden(
+        models, final, none, jnp.zeros_like(q_len), sampler, slots.position[slot] + q_len - 1, implementation
     )
     ends = live & last
     sampled = ends & (known_next < 0)
+    violation = jnp.where(sampled & ~verdict.finite, int(Violation.finite_logits), violation)
+    live, ends, sampled = (rows & (violation == 0) for rows in (live, ends, sampled))
     anchor = jnp.where(known_next < 0, verdict.next_token, known_next)
     produced, stopped = _cut(slots, slot, anchor[:, None], sampled.astype(jnp.int32))
     finished = sampled & (stopped | (slots.tokens_left[slot] - produced <= 0))
     # The last layer's attention reads the pages that are written here. Its keys and values are there before it,
     # so without a token to wait for, XLA could write first, and would copy all pages to be able to.
-    count = jnp.where(verdict.next_token >= 0, count, 0)
-    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)
+    committed = jnp.where(live & (verdict.next_token >= 0), q_len, 0)
+    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), drafting & live, committed)
     state = _update(state, jnp.where(ends, idx_mapping, -1), anchor=anchor, decoding=ends, finished=finished)
     state = _update(state, jnp.where(sampled, idx_mapping, -1), tokens_left=slots.tokens_left[slot] - produced)
     state = _update(state, jnp.where(violation > 0, idx_mapping, -1), violation=violation)
@@ -101,7 +128,8 @@ def prefill(
         tokens=anchor[:, None],
         produced=produced,
         drafts=none.tokens,
-        drafted=jnp.zeros_like(count),
+        num_drafts=jnp.zeros_like(q_len),
+        damaged_draft=jnp.zeros_like(live),
         position=state.slots.position[slot],
         finished=finished,
         stopped=stopped,
@@ -129,7 +157,7 @@ def run_round(
     violation = violations(state, jnp.where(live, idx_mapping, -1), drafting, most)
     live &= violation == 0
     drafting &= live
-    drafted = jnp.where(drafting, drafts, 0)
+    num_drafts = jnp.where(drafting, drafts, 0)
     sampler = _sampler_of(slots, slot, live)
     position, anchor = slots.position[slot], slots.anchor[slot]
 
@@ -137,10 +165,12 @@ def run_round(
         proposal = _propose(models, state, jnp.where(drafting, idx_mapping, -1), sampler, drafts, implementation)
     with jax.named_scope("verify"):
         block = jnp.concatenate([anchor[:, None], proposal.tokens], axis=1)
-        q_len = jnp.where(live, 1 + drafted, 0)
+        q_len = jnp.where(live, 1 + num_drafts, 0)
         extension = _extend(models, state, jnp.where(live, idx_mapping, -1), block, q_len, implementation)
     with jax.named_scope("accept"):
-        verdict = decide(models, extension.hidden, proposal, drafted, sampler, position, implementation)
+        verdict = verify_hidden(models, extension.hidden, proposal, num_drafts, sampler, position, implementation)
+        violation = jnp.where(live & ~verdict.finite, int(Violation.finite_logits), violation)
+        live, drafting = live & verdict.finite, drafting & verdict.finite
         offsets = jnp.arange(1 + drafts)
         accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
         kept = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
@@ -164,7 +194,8 @@ def run_round(
         tokens=tokens,
         produced=produced,
         drafts=proposal.tokens,
-        drafted=drafted,
+        num_drafts=num_drafts,
+        damaged_draft=drafting & proposal.damaged,
         position=state.slots.position[slot],
         finished=finished,
         stopped=stopped,
@@ -210,7 +241,7 @@ def _sampler_of(slots: Slots, slot: Int[Array, " rows"], live: Bool[Array, " row
 
 def _no_proposal(rows: int) -> Proposal:
     nothing = jnp.zeros((rows, 0), jnp.int32)
-    return Proposal(nothing, nothing[..., None], jnp.zeros((rows, 0, 1), jnp.float32))
+    return Proposal(nothing, nothing[..., None], jnp.zeros((rows, 0, 1), jnp.float32), jnp.zeros(rows, bool))
 
 
 def _propose(models: Models, state: EngineState, idx_mapping, sampler: Sampler, drafts: int, implementation):
@@ -271,10 +302,10 @@ def _commit(
     state: EngineState,
     extension: Extension,
     idx_mapping: Int[Array, " rows"],
-    listening: Bool[Array, " rows"],
+    drafting: Bool[Array, " rows"],
     count: Int[Array, " rows"],
 ) -> EngineState:
-    """Appends the first `count` of each row's tokens to its target context and, where `listening`, draft context."""
+    """Appends the first `count` of each row's tokens to its target context and, where `drafting`, draft context."""
     slot = jnp.maximum(idx_mapping, 0)
     position, draft_len = state.slots.position[slot], state.slots.draft_len[slot]
     target_pages = state.target_context(idx_mapping).write(extension.entries, count)
@@ -282,12 +313,12 @@ def _commit(
     if models.draft is not None and models.draft_config is not None:
         positions = position[:, None] + jnp.arange(extension.features.shape[1])
         entries = context_entries(models.draft, models.draft_config, extension.features, positions)
-        draft_pages = state.draft_context(jnp.where(listening, idx_mapping, -1)).write(entries, count)
+        draft_pages = state.draft_context(jnp.where(drafting, idx_mapping, -1)).write(entries, count)
     after = _update(
         state.replace(target_pages=target_pages, draft_pages=draft_pages),
         idx_mapping,
         position=position + count,
-        draft_len=jnp.where(listening, draft_len + count, draft_len),
+        draft_len=jnp.where(drafting, draft_len + count, draft_len),
     )
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
     return after

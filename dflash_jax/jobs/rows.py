@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dflash_jax.engine.request import Completion, Metrics
+from dflash_jax.engine.output import Completion, Metrics
 from dflash_jax.jobs.writer import Row
 
 _NOTHING = Metrics(

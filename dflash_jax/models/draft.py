@@ -213,7 +213,7 @@ def propose(
         if shortlist is not None:
             tokens = shortlist.tokens[tokens]
     if params.selector is None:
-        return argmax_proposal(tokens[..., 0])
+        return argmax_proposal(tokens[..., 0], scores[..., 0], config.vocab_size)
     with jax.named_scope("selector"):
         return select(
             params.selector, hidden, tokens, scores, anchor, temperature, noise, implementation=implementation

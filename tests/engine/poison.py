@@ -16,7 +16,7 @@ def _fill(pages, free):
 
 def poison(engine: Engine) -> None:
     """Poisons the free pages of an engine; those the prefix cache still knows are left alone."""
-    free = np.isin(np.arange(engine.config.pool_pages), engine.host.pool.free)
+    free = np.isin(np.arange(engine.config.pool_pages), engine.host.pool.free_pages)
     state = engine.state
     engine.state = state.replace(
         target_pages=_fill(state.target_pages, free),

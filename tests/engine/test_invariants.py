@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from dflash_jax import Engine, InvariantError
-from tests.pairs import SAMPLING, engine, prompts, record
+from dflash_jax.engine.containers import Log
+from dflash_jax.engine.pages import release, share
+from tests.pairs import SAMPLING, engine, prompts, record, step_in_order
 
 PAIR = "recall-dflash2"
 
@@ -54,7 +54,7 @@ def decode_two(strict: bool) -> Engine:
 
 
 def slot_of(served: Engine, request_id: str) -> int:
-    return next(p.slot for p in served.host.running if p.request.id == request_id)
+    return served.slot_of(request_id)
 
 
 def finish(served: Engine) -> dict:
@@ -95,8 +95,7 @@ def test_a_page_outside_the_pool_is_not_covered():
 
 def test_a_slot_in_two_rows_is_not_exclusive():
     served = decode_two(strict=False)
-    slot = slot_of(served, "1")
-    served.state = served.state.replace(rows=served.state.rows.replace(idx_mapping=jnp.array([slot, slot], jnp.int32)))
+    step_in_order(served, lambda count: [0] * count)
     updates = {update.id: update for update in served.step()}
     assert updates["1"].completion.error.startswith("slot_exclusive is violated")
 
@@ -113,7 +112,9 @@ def test_a_position_the_host_does_not_expect_is_noticed():
 def test_a_page_lost_from_the_account_is_noticed_in_the_next_step():
     served = decode_two(strict=False)
     pool = served.host.pool
-    served.host = dataclasses.replace(served.host, pool=dataclasses.replace(pool, free=pool.free[1:]))
+    served.host = dataclasses.replace(
+        served.host, pool=dataclasses.replace(pool, free=pool.free.delete(len(pool.free) - 1))
+    )
     with pytest.raises(InvariantError, match="pages_conserved"):
         served.step()
 
@@ -121,13 +122,8 @@ def test_a_page_lost_from_the_account_is_noticed_in_the_next_step():
 def test_a_page_of_two_writers_is_noticed_before_it_is_written():
     served = decode_two(strict=False)
     one, other = served.host.running
-    stolen = dataclasses.replace(other, pages=(*other.pages[:-1], one.pages[-1]))
-    references = served.host.pool.references.copy()
-    references[one.pages[-1]] += 1
-    references[other.pages[-1]] -= 1
-    pool = dataclasses.replace(
-        served.host.pool, references=references, free=np.append(served.host.pool.free, other.pages[-1])
-    )
-    served.host = dataclasses.replace(served.host, pool=pool, running=(one, stolen))
+    stolen = dataclasses.replace(other, pages=Log((*other.pages[:-1], one.pages[-1])))
+    pool = release(share(served.host.pool, one.pages[-1:]), other.pages[-1:])
+    served.host = dataclasses.replace(served.host, pool=pool, running=served.host.running.replace(other.id, stolen))
     with pytest.raises(InvariantError, match=f"pages_exclusive: request '1' is about to write page {one.pages[-1]}"):
         served.step()

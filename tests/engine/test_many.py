@@ -13,7 +13,7 @@ def test_thirty_two_at_once_with_k_8_are_as_alone():
     served = engine(PAIR, k=8, **sizes)
     queue = [tuple(prompts(PAIR)[3][i : i + 12 + i % 9]) for i in range(32)]
     completions = served.generate(queue, {**SAMPLING, "max_tokens": 20})
-    assert served.host.preemptions == 0
+    assert served.host.counters.preemptions == 0
     assert served.config.pool_pages == 32 * 64 // 16
     for completion, prompt in zip(completions, queue, strict=True):
         assert completion.finish_reason == "length"

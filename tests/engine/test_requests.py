@@ -97,4 +97,4 @@ def test_a_jobs_config_makes_an_engine(tmp_path):
 def test_what_a_request_may_produce_is_what_the_model_length_leaves():
     served = engine(PAIR)
     served.add_request([60] * 150, SamplingParams(max_tokens=10**9))
-    assert served.host.waiting[0].request.limit == 10
+    assert served.host.waiting.first.request.limit == 10

@@ -13,10 +13,20 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, RequestError
-from dflash_jax.engine import rows as row_ops
-from dflash_jax.engine.scheduler import preempt
+from dflash_jax.engine.host import preempt
 from tests.engine.poison import poison
-from tests.pairs import SAMPLING, SERVED, TRAINED, alone, assert_is_golden, cases, engine, prompts, record
+from tests.pairs import (
+    SAMPLING,
+    SERVED,
+    TRAINED,
+    alone,
+    assert_is_golden,
+    cases,
+    engine,
+    prompts,
+    record,
+    step_in_order,
+)
 
 PAIR = "recall-dflash2"
 SHORT = {**SAMPLING, "max_tokens": 5}
@@ -57,28 +67,32 @@ def test_swapping_live_rows_changes_no_draft(pair):
     served = engine(pair)
     for index in (1, 2):
         served.add_request(prompts(pair)[index], SAMPLING, request_id=str(index))
-    done = {}
-    while served.has_work:
-        for update in served.step():
-            done.update({update.id: update.completion} if update.completion else {})
-        if len(served.host.running) == 2:
-            served.state = served.state.replace(rows=row_ops.swap(served.state.rows, 0, 1))
+    done, rows = {}, set()
+    while served.host.in_flight:
+        turn = len(rows) % 2
+        step_in_order(served, lambda count, turn=turn: list(range(count))[:: -1 if turn else 1])
+        rows.add((turn, *np.asarray(served.state.rows.idx_mapping).tolist()))
+    assert {(0, 0, 1), (1, 1, 0)} <= rows, "the two were to change places"
+    done = run(served)
     for index in (1, 2):
         assert_is_golden(done[str(index)], cases(pair)[index])
 
 
-def test_a_decode_behind_a_prefill_is_brought_to_the_front():
-    """Situation 2: a decode-first reorder."""
-    served = engine(PAIR, prefill_chunk=16)
-    served.add_request(prompts(PAIR)[1], SAMPLING, request_id="1")
-    while not any(p.decoding for p in served.host.running):
-        served.step()
-    served.add_request(prompts(PAIR)[2], SAMPLING, request_id="2")
-    served._admit()
-    assert len(served.host.running) == 2
-    served.state = served.state.replace(rows=row_ops.swap(served.state.rows, 0, 1))
-    done = run(served)
+def test_decodes_keep_their_drafts_while_a_later_prompt_prefills_in_any_row_order():
+    """Situation 2: decodes and chunks in one step, each in rows of their own."""
+    served = engine(PAIR, prefill_chunk=16, prefix_cache=False)
     for index in (1, 2):
+        served.add_request(prompts(PAIR)[index], SAMPLING, request_id=str(index))
+    while not all(sequence.decoding for sequence in served.host.in_flight):
+        served.step()
+    served.add_request(prompts(PAIR)[3], SAMPLING, request_id="3")
+    mixed = 0
+    while not served.host.find("3").decoding:
+        step_in_order(served, lambda count: range(count)[::-1])
+        mixed += len(served.host.running) == 3
+    assert mixed > 1
+    done = run(served)
+    for index in (1, 2, 3):
         assert_is_golden(done[str(index)], cases(PAIR)[index])
 
 
@@ -134,7 +148,7 @@ def test_the_same_prompt_three_times_drafts_the_same_blocks():
     prompt = tuple(prompts(PAIR)[2])
     served = engine(PAIR)
     served.add_request(prompt, SAMPLING, request_id="cold")
-    while not any(len(p.emitted) > 8 for p in served.host.running):
+    while not any(len(p.output) > 8 for p in served.host.running):
         served.step()
     served.add_request(prompt, SAMPLING, request_id="warm")
     done = run(served)
@@ -168,7 +182,7 @@ def test_preempted_requests_resume_with_the_drafts_they_would_have_made(pair, nu
     """Situation 5: three requests on a pool that cannot hold them."""
     served = engine(pair, pages=num_pages)
     completions = served.generate(prompts(pair)[:4], SAMPLING)
-    assert served.host.preemptions > 0, "nobody was preempted"
+    assert served.host.counters.preemptions > 0, "nobody was preempted"
     for completion, case in zip(completions, cases(pair), strict=False):
         assert_is_golden(completion, case)
 
@@ -182,11 +196,10 @@ def test_preemption_alone_and_at_every_round_changes_nothing(prefix_cache):
     while served.has_work:
         for update in served.step():
             done.update({update.id: update.completion} if update.completion else {})
-        for progress in served.host.running:
+        for sequence in served.host.running:
             # After each round; if it were after each step, it would never come to one.
-            if len(progress.produced_per_round) > progress.preemptions:
-                served.host = preempt(served.host, progress)
-                served._leave_row(progress)
+            if len(sequence.produced_per_round) > sequence.preemptions:
+                served.host = preempt(served.host, sequence.id)
     assert_is_golden(done["0"], cases(PAIR)[0])
     assert done["0"].metrics.preemptions > 3
 
@@ -209,7 +222,7 @@ def test_a_request_past_its_draft_budget_goes_on_plainly_and_says_so():
     blocks = completions[0].drafted_blocks
     drafted = [bool(block) for block in blocks]
     assert drafted[0] and not drafted[-1] and drafted == sorted(drafted, reverse=True)
-    assert served.host.fallbacks == 1
+    assert served.host.counters.fallbacks == 1
     assert completions[1].fallback is None
     assert record(completions[1]) == record(alone(PAIR, tuple(short), (("max_tokens", 40),)))
 
@@ -255,13 +268,13 @@ def test_a_sliding_draft_sees_only_its_window():
     kv = twin.state.draft_pages
     spoiled = kv.replace(k=kv.k.at[:, table].add(3.0), v=kv.v.at[:, table].add(3.0))
     twin.state = twin.state.replace(draft_pages=spoiled)
-    block = [engine_.step() and engine_.host.running[0].drafted_blocks[-1] for engine_ in (served, twin)]
+    block = [engine_.step() and engine_.host.running.first.drafted_blocks[-1] for engine_ in (served, twin)]
     assert block[0] == block[1]
     near = np.asarray(served.state.slots.block_table)[0, far : far + 2]
     kv = twin.state.draft_pages
     twin.state = twin.state.replace(draft_pages=kv.replace(v=kv.v.at[:, near].multiply(-3.0)))
     served.step(), twin.step()
-    assert served.host.running[0].drafted_blocks[-1] != twin.host.running[0].drafted_blocks[-1]
+    assert served.host.running.first.drafted_blocks[-1] != twin.host.running.first.drafted_blocks[-1]
 
 
 def test_a_stop_token_inside_an_accepted_block_ends_the_request_there():
@@ -321,7 +334,7 @@ def test_abort_of_a_queued_a_prefilling_and_a_decoding_request():
     served.add_request((prompts(PAIR)[4] * 2)[:64], SAMPLING, request_id="prefilling")
     served.add_request(prompts(PAIR)[0], SAMPLING, request_id="queued")
     served.step()
-    by_id = {p.request.id: p for p in (*served.host.running, *served.host.waiting)}
+    by_id = {sequence.id: sequence for sequence in served.host.in_flight}
     assert by_id["queued"].slot is None and not by_id["prefilling"].decoding and by_id["decoding"].decoding
     for name in ("queued", "prefilling", "decoding"):
         assert served.abort(name).finish_reason == "abort"
@@ -356,7 +369,7 @@ def test_an_exception_in_a_step_loses_no_request(monkeypatch):
         raise MemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dflash_jax.engine.device.decode_program", lambda **_: broken)
+        patch.setattr("dflash_jax.engine.run._decode_program", lambda donate: broken)
         with pytest.raises(MemoryError):
             served.step()
     served.add_request(prompts(PAIR)[0], SAMPLING, request_id="meanwhile")

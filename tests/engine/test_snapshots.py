@@ -33,7 +33,7 @@ def finish(served: Engine) -> dict:
 def test_a_restored_engine_goes_on_to_the_same_tokens_and_blocks(tmp_path):
     served = midway()
     served.snapshot(tmp_path / "snapshot")
-    before = {p.request.id for p in (*served.host.running, *served.host.waiting)}
+    before = {sequence.id for sequence in served.host.in_flight}
     restored = finish(Engine.restore(tmp_path / "snapshot", engine(PAIR)))
     assert set(restored) == before
     for request_id, completion in restored.items():
@@ -58,7 +58,7 @@ def test_a_newer_snapshot_replaces_the_older(tmp_path):
     served.step()
     served.snapshot(tmp_path / "snapshot")
     restored = Engine.restore(tmp_path / "snapshot", engine(PAIR))
-    assert [p.emitted for p in restored.host.running] == [p.emitted for p in served.host.running]
+    assert [p.output for p in restored.host.running] == [p.output for p in served.host.running]
     assert {i: record(c) for i, c in finish(restored).items()}.items() <= {
         i: record(c) for i, c in first.items()
     }.items()
@@ -90,7 +90,7 @@ def test_what_is_no_snapshot_is_refused(tmp_path, name):
 def test_forks_go_their_own_ways():
     served = midway()
     twin = served.fork()
-    aborted = served.host.running[0].request.id
+    aborted = served.host.running.first.id
     served.abort(aborted)
     served.add_request([60, 5, 9], SAMPLING, request_id="new")
     own, twins = finish(served), finish(twin)

@@ -11,9 +11,9 @@ from hypothesis import settings
 from dflash_jax import Engine, EngineConfig
 from dflash_jax.checkpoints.table import build_params, table
 from dflash_jax.engine import Models
-from dflash_jax.engine.decide import decide
 from dflash_jax.engine.state import init_state
 from dflash_jax.engine.steps import prefill, run_rounds
+from dflash_jax.engine.verification import verify_hidden
 from dflash_jax.kernels import mosaic
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig, RopeConfig, SelectorConfig, TargetConfig
 from dflash_jax.models.selector import argmax_proposal
@@ -51,7 +51,7 @@ def test_the_heads_kernel_decides_as_logits_do():
     one_samples = greedy.replace(temperature=jnp.array([0.0, 0.8]))
 
     def verdicts(implementation):
-        of_sampler = jax.jit(lambda s: decide(of, hidden, proposal, nothing + 3, s, nothing, implementation))
+        of_sampler = jax.jit(lambda s: verify_hidden(of, hidden, proposal, nothing + 3, s, nothing, implementation))
         return jax.tree.map(np.asarray, [of_sampler(greedy), of_sampler(one_samples)])
 
     with mosaic.simulated():

@@ -1,0 +1,173 @@
+"""What a step's report means for the requests: a pure function of the host's state."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dflash_jax.engine.containers import Queue
+from dflash_jax.engine.host import HostState, remove, speculates
+from dflash_jax.engine.invariants import MEANING, Violation
+from dflash_jax.engine.output import FinishReason, Update, completion_of, join_updates
+from dflash_jax.engine.pages import publish
+from dflash_jax.engine.plan import Chunk, Plan
+from dflash_jax.engine.reader import NO_TEXT, Reader
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.steps import Report
+from dflash_jax.errors import InvariantError
+
+if TYPE_CHECKING:
+    from dflash_jax.engine.run import StepReport
+
+
+def absorb(
+    host: HostState, plan: Plan, report: StepReport, now: float, read: Reader = NO_TEXT
+) -> tuple[HostState, tuple[Update, ...]]:
+    """Takes in what a plan brought.
+
+    Args:
+      host: the state that `make_plan` returned with the plan.
+      plan: what was run.
+      report: what came of it.
+      now: when, in seconds on the engine's clock.
+      read: makes text of a request's new tokens and finds stop strings in it; by default there is no text.
+
+    Returns:
+      The state after the step, and what the step brought each request.
+
+    Raises:
+      InvariantError: the engine is strict and a request broke an invariant.
+    """
+    news: Queue[Update] = Queue()
+    if report.prefill is not None:
+        for row, chunk in enumerate(plan.chunks):
+            if chunk is not None:
+                host, update = _absorb_chunk(host, chunk, _Row(report.prefill, row), now, read)
+                news = join_updates(news, update)
+    if report.decode is not None:
+        for done in range(plan.rounds):
+            for row, decode in enumerate(plan.decodes):
+                if decode is not None and decode.id in host.running:
+                    host, update = _absorb_round(host, decode.id, _Row(report.decode, (done, row)), now, read)
+                    news = join_updates(news, update)
+    return publish_pages(host), tuple(news)
+
+
+class _Row:
+    """One row of a report."""
+
+    def __init__(self, report: Report, at: int | tuple[int, int]):
+        self.violation = Violation(int(report.violation[at]))
+        self.position = int(report.position[at])
+        self.tokens = tuple(np.asarray(report.tokens)[at][: int(report.produced[at])].tolist())
+        self.block = tuple(np.asarray(report.drafts)[at][: int(report.num_drafts[at])].tolist())
+        self.finished, self.stopped = bool(report.finished[at]), bool(report.stopped[at])
+        self.damaged_draft = bool(report.damaged_draft[at])
+
+
+def _absorb_chunk(
+    host: HostState, chunk: Chunk, row: _Row, now: float, read: Reader
+) -> tuple[HostState, tuple[Update, ...]]:
+    sequence = host.running.get(chunk.id)
+    assert sequence is not None, f"request {chunk.id!r} of the plan does not run"
+    if row.violation:
+        return _fail(host, sequence, row.violation, read)
+    sequence = dataclasses.replace(sequence, position=sequence.position + len(chunk.tokens))
+    if row.position != sequence.position:
+        return _fail(host, sequence, Violation.position_monotone, read)
+    return _produce(host, sequence, row, now, read, in_round=False)
+
+
+def _absorb_round(
+    host: HostState, request_id: str, row: _Row, now: float, read: Reader
+) -> tuple[HostState, tuple[Update, ...]]:
+    sequence = host.running.get(request_id)
+    assert sequence is not None, f"request {request_id!r} of the plan does not run"
+    if row.violation:
+        return _fail(host, sequence, row.violation, read)
+    if not row.tokens:
+        # Another row ended the step's rounds before this one.
+        return host, ()
+    sequence = dataclasses.replace(
+        sequence,
+        position=sequence.position + len(row.tokens),
+        damaged_drafts=sequence.damaged_drafts + row.damaged_draft,
+    )
+    counters = host.counters.plus(damaged_drafts=int(row.damaged_draft))
+    if speculates(host.policy, sequence) and not row.block:
+        limit = host.policy.draft_limit
+        reason = f"its context of {sequence.position} tokens is past draft.max_context {limit}"
+        sequence = dataclasses.replace(sequence, fallback=reason)
+        counters = counters.plus(fallbacks=1)
+    host = dataclasses.replace(host, counters=counters)
+    if row.position != sequence.position:
+        return _fail(host, sequence, Violation.position_monotone, read)
+    return _produce(host, sequence, row, now, read, in_round=True)
+
+
+def _produce(
+    host: HostState, sequence: Sequence, row: _Row, now: float, read: Reader, *, in_round: bool
+) -> tuple[HostState, tuple[Update, ...]]:
+    """Adds a row's tokens to a request's output, up to a stop string, and ends the request if it is done."""
+    if not row.tokens:
+        return dataclasses.replace(host, running=host.running.replace(sequence.id, sequence)), ()
+    taken, text, at_stop_string = read(sequence, row.tokens)
+    if in_round:
+        # What lies behind a stop string was accepted, but it is no output and does not count.
+        sequence = dataclasses.replace(
+            sequence,
+            produced_per_round=sequence.produced_per_round.extend([len(taken)]),
+            drafted_blocks=sequence.drafted_blocks.extend([row.block]),
+        )
+    sequence = dataclasses.replace(
+        sequence,
+        output=sequence.output.extend(taken),
+        first_token=now if sequence.first_token is None else sequence.first_token,
+        last_token=now,
+    )
+    host = dataclasses.replace(host, running=host.running.replace(sequence.id, sequence))
+    update = Update(sequence.id, taken, text)
+    if not (row.finished or at_stop_string):
+        return host, (update,)
+    reason: FinishReason = "stop" if row.stopped or at_stop_string else "length"
+    return remove(host, sequence.id), (update, end(sequence, reason, read))
+
+
+def _fail(host: HostState, sequence: Sequence, broken: Violation, read: Reader) -> tuple[HostState, tuple[Update, ...]]:
+    """Ends a request by the name of what it broke."""
+    if broken is Violation.finite_logits:
+        message = f"{broken.name} is violated: {MEANING[broken]}, and those of request {sequence.id!r} are not"
+    else:
+        message = f"{broken.name} is violated: {MEANING[broken]}, and request {sequence.id!r} broke it"
+        if host.policy.strict:
+            raise InvariantError(message)
+    return remove(host, sequence.id), (end(sequence, "error", read, message),)
+
+
+def end(sequence: Sequence, reason: FinishReason, read: Reader, error: str | None = None) -> Update:
+    """The last update of a request, with its completion."""
+    text, rest = read.finish(sequence)
+    return Update(sequence.id, (), rest, completion_of(sequence, text, reason, error))
+
+
+def publish_pages(host: HostState) -> HostState:
+    """Makes the newly full pages of running requests findable for the prefix cache."""
+    if not host.policy.prefix_cache:
+        return host
+    size = host.pool.page_size
+    for sequence in host.running:
+        full = sequence.position // size
+        # Pages of a request that does not draft lack the draft's half: nobody may be handed those.
+        if full > sequence.published and (host.policy.k == 0 or sequence.fallback is None):
+            sequence = sequence.hashed(full, size)
+            new = slice(sequence.published, full)
+            pool = publish(host.pool, sequence.pages[new], sequence.hashes[new])
+            sequence = dataclasses.replace(sequence, published=full)
+            host = dataclasses.replace(
+                host,
+                pool=pool,
+                running=host.running.replace(sequence.id, sequence),
+            )
+    return host

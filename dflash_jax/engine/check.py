@@ -1,0 +1,113 @@
+"""One check of everything that must hold between steps, for tests of one's own."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import numpy as np
+
+from dflash_jax.engine.host import HostState, speculates
+from dflash_jax.engine.identity import identify
+from dflash_jax.engine.pages import check_pages_conserved, pages_for
+from dflash_jax.engine.state import EngineState, Models, init_state
+from dflash_jax.errors import InvariantError
+
+
+def check_state(models: Models, host: HostState, device: EngineState) -> None:
+    """Asserts every invariant of an engine's two halves, as chex's assertions do.
+
+    Steps check what they are about to rely on; this looks at everything, reads the slots back from the
+    device, and reads every weight once to tell whether these models wrote the contexts.
+
+    Args:
+      models: target and draft that the halves belong to.
+      host: the host's half.
+      device: the device's half.
+
+    Raises:
+      InvariantError: the message begins with the name of an invariant that does not hold: `context_writers`,
+        `state_structure`, `one_row_axis`, `slot_exclusive`, `pages_conserved`, `pages_exclusive`, `block_table_covers`,
+        `position_monotone`, `context_continuity` or `slot_entry`.
+    """
+    different = host.models.difference(identify(models))
+    _require(different is None, "context_writers", different or "")
+    _check_structure(models, host, device)
+    slots = jax.device_get(device.slots)
+    mapping = np.asarray(device.rows.idx_mapping)
+    live = mapping[mapping >= 0]
+    _require(len(set(live)) == len(live), "slot_exclusive", f"idx_mapping {mapping.tolist()} has a slot in two rows")
+    held = [sequence.slot for sequence in host.running]
+    _require(len(set(held)) == len(held), "slot_exclusive", f"running requests have the slots {held}")
+    check_pages_conserved(host.pool, (sequence.pages for sequence in host.running))
+    size = host.pool.page_size
+    for sequence in host.running:
+        name, slot = f"request {sequence.id!r}", sequence.slot
+        _require(slot is not None and 0 <= slot < len(slots.position), "slot_exclusive", f"{name} has slot {slot}")
+        covered = len(sequence.pages) >= pages_for(sequence.position, size)
+        _require(
+            covered, "block_table_covers", f"{name} has {len(sequence.pages)} pages for {sequence.position} tokens"
+        )
+        for page in sequence.pages[sequence.position // size :]:
+            shared = host.pool.references[page]
+            _require(shared == 1, "pages_exclusive", f"{name} will write page {page}, which {shared} requests hold")
+        if not sequence.opened:
+            continue
+        position, draft_len = int(slots.position[slot]), int(slots.draft_len[slot])
+        _require(
+            position == sequence.position,
+            "position_monotone",
+            f"{name} is at position {sequence.position}, its slot {slot} at {position}",
+        )
+        # Pages that a plan gave are in the table only once the plan is run.
+        known = [page for page in slots.block_table[slot].tolist() if page >= 0]
+        _require(
+            known == list(sequence.pages[: len(known)]) and len(known) >= pages_for(position, size),
+            "block_table_covers",
+            f"{name} holds pages {list(sequence.pages)}, its slot {slot} has {known}",
+        )
+        if speculates(host.policy, sequence) and slots.speculating[slot]:
+            _require(
+                draft_len == position,
+                "context_continuity",
+                f"{name} is at position {position}, its draft's context holds {draft_len} tokens",
+            )
+        _require(
+            bool(slots.decoding[slot]) == sequence.decoding,
+            "slot_entry",
+            f"{name} is {'' if sequence.decoding else 'not '}decoding, its slot {slot} says otherwise",
+        )
+        if sequence.decoding:
+            anchor, left = int(slots.anchor[slot]), int(slots.tokens_left[slot])
+            _require(
+                (anchor, left) == (sequence.output[-1], sequence.request.limit - len(sequence.output)),
+                "slot_entry",
+                f"{name} has last token {sequence.output[-1]} and {sequence.request.limit - len(sequence.output)} "
+                f"tokens left, its slot {slot} {anchor} and {left}",
+            )
+
+
+def _check_structure(models: Models, host: HostState, device: EngineState) -> None:
+    num_slots, slot_pages = device.slots.block_table.shape
+    size = host.pool.page_size
+
+    def like(rows: int) -> EngineState:
+        return jax.eval_shape(
+            lambda: init_state(
+                models,
+                rows=rows,
+                slots=num_slots,
+                num_pages=host.pool.num_pages,
+                page_size=size,
+                max_model_len=slot_pages * size,
+            )
+        )
+
+    try:
+        chex.assert_trees_all_equal_shapes_and_dtypes(like(device.rows.idx_mapping.shape[0]), device)
+    except AssertionError as error:
+        raise InvariantError(f"state_structure: {error}") from None
+
+
+def _require(holds: bool, name: str, what: str) -> None:
+    if not holds:
+        raise InvariantError(f"{name}: {what}")

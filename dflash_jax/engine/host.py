@@ -1,0 +1,188 @@
+"""The host's half of the engine's state, and what can be done to it without running a step.
+
+With the device's half, `EngineState`, it is all there is to an engine: a snapshot saves the two, a fork
+copies them. It is an immutable value, and each function here returns a new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from dflash_jax.engine import display
+from dflash_jax.engine.containers import Log, Queue
+from dflash_jax.engine.identity import ModelsIdentity
+from dflash_jax.engine.output import Update
+from dflash_jax.engine.pages import PagePool, empty_pool, release
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.sequence import Sequence
+from dflash_jax.errors import RequestError
+
+NO_LIMIT = int(np.iinfo(np.int32).max)
+"""A `draft_limit` that no context reaches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What plans depend on beside the requests; see `EngineConfig` for those of the same names.
+
+    Attributes:
+      max_slots: slots that may be used; at most as many as the device state has.
+      prefill_chunk, rounds_per_step, prefix_cache, strict: see `EngineConfig`.
+      k: tokens to draft in each round; 0 decodes plainly.
+      draft_limit: context tokens past which a request no longer drafts.
+    """
+
+    max_slots: int
+    prefill_chunk: int
+    rounds_per_step: int = 1
+    prefix_cache: bool = True
+    strict: bool = False
+    k: int = 0
+    draft_limit: int = NO_LIMIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """What happened since the engine was made.
+
+    Attributes:
+      prefix_tokens_saved: prompt tokens that the prefix cache made unnecessary to run.
+      preemptions: times a request gave its pages back.
+      fallbacks: requests that stopped speculating.
+      damaged_drafts: (request, round) pairs in which the draft's scores were not finite.
+    """
+
+    prefix_tokens_saved: int = 0
+    preemptions: int = 0
+    fallbacks: int = 0
+    damaged_drafts: int = 0
+
+    def plus(self, **more: int) -> Counters:
+        """With some of them increased."""
+        return dataclasses.replace(self, **{name: getattr(self, name) + count for name, count in more.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class HostState:
+    """Everything the engine knows that is not on the device.
+
+    Attributes:
+      policy: what plans depend on.
+      models: the target and the draft that wrote the contexts on the device.
+      pool: the account of pages.
+      waiting: requests without a slot by id, first to be served first.
+      running: requests with a slot by id, oldest admission first.
+      undelivered: updates that nobody has taken yet, by request id.
+      next_id: number of the next made-up request id.
+      counters: what happened so far.
+    """
+
+    policy: Policy
+    models: ModelsIdentity
+    pool: PagePool
+    waiting: Queue[Sequence] = dataclasses.field(default_factory=Queue)
+    running: Queue[Sequence] = dataclasses.field(default_factory=Queue)
+    undelivered: Queue[Update] = dataclasses.field(default_factory=Queue)
+    next_id: int = 0
+    counters: Counters = Counters()
+
+    def find(self, request_id: str) -> Sequence | None:
+        """A request in flight."""
+        return self.running.get(request_id) or self.waiting.get(request_id)
+
+    @property
+    def in_flight(self) -> tuple[Sequence, ...]:
+        """The requests that run, then those that wait."""
+        return (*self.running, *self.waiting)
+
+    def __repr__(self) -> str:
+        return display.host_text(self)
+
+    def _repr_html_(self) -> str:
+        return display.host_html(self)
+
+
+def fallback_of(policy: Policy, request: Request) -> str | None:
+    """Why a request never drafts although the engine does, if so."""
+    if policy.k == 0:
+        return None
+    if not request.sampling.speculation:
+        return "the request asked for no speculation"
+    if len(request.prompt) > policy.draft_limit:
+        return f"its prompt of {len(request.prompt)} tokens is past draft.max_context {policy.draft_limit}"
+    return None
+
+
+def speculates(policy: Policy, sequence: Sequence) -> bool:
+    """Whether a request is drafted for."""
+    return policy.k > 0 and sequence.fallback is None
+
+
+def add(host: HostState, request: Request, now: float) -> HostState:
+    """Queues a request.
+
+    Raises:
+      RequestError: another one of its id is in flight.
+    """
+    if host.find(request.id) is not None:
+        raise RequestError(f"request id {request.id!r} is in flight already; ids must be unique")
+    fallback = fallback_of(host.policy, request)
+    return dataclasses.replace(
+        host,
+        waiting=host.waiting.append(request.id, Sequence(request, arrived=now, fallback=fallback)),
+        counters=host.counters.plus(fallbacks=int(fallback is not None)),
+    )
+
+
+def remove(host: HostState, request_id: str) -> HostState:
+    """Takes a request out, wherever it is, and gives its pages back."""
+    if request_id in host.waiting:
+        return dataclasses.replace(host, waiting=host.waiting.remove(request_id))
+    sequence = host.running.get(request_id)
+    assert sequence is not None, f"no request {request_id!r} is in flight"
+    return dataclasses.replace(host, running=host.running.remove(request_id), pool=release(host.pool, sequence.pages))
+
+
+def preempt(host: HostState, request_id: str) -> HostState:
+    """Takes a running request's pages and puts it at the head of the queue; what it produced is kept."""
+    sequence = host.running.get(request_id)
+    assert sequence is not None, f"request {request_id!r} does not run"
+    host = remove(host, request_id)
+    waiting = dataclasses.replace(_as_queued(sequence), preemptions=sequence.preemptions + 1)
+    return dataclasses.replace(
+        host, waiting=host.waiting.prepend(request_id, waiting), counters=host.counters.plus(preemptions=1)
+    )
+
+
+def restart(host: HostState) -> HostState:
+    """Every request waits and no page is used: what goes with a device state in which nothing was computed yet.
+
+    The requests then run again the tokens they have, and go on as if nothing had happened.
+    """
+    waiting = Queue((sequence.id, _as_queued(sequence)) for sequence in host.in_flight)
+    pool = dataclasses.replace(
+        empty_pool(host.pool.num_pages, host.pool.page_size),
+        hits=host.pool.hits,
+        misses=host.pool.misses,
+        evictions=host.pool.evictions,
+    )
+    return dataclasses.replace(host, running=Queue(), waiting=waiting, pool=pool)
+
+
+def _as_queued(sequence: Sequence) -> Sequence:
+    return dataclasses.replace(sequence, slot=None, pages=Log(), position=0, opened=False, published=0)
+
+
+def shift_times(host: HostState, seconds: float) -> HostState:
+    """The state as on a clock that is that much ahead."""
+
+    def shift(sequence: Sequence) -> Sequence:
+        times = {name: getattr(sequence, name) for name in ("arrived", "first_token", "last_token")}
+        return dataclasses.replace(sequence, **{name: t + seconds for name, t in times.items() if t is not None})
+
+    def shifted(queue: Queue[Sequence]) -> Queue[Sequence]:
+        return Queue((key, shift(sequence)) for key, sequence in queue.items())
+
+    return dataclasses.replace(host, waiting=shifted(host.waiting), running=shifted(host.running))

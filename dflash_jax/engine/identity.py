@@ -1,0 +1,103 @@
+"""Which models wrote a state's contexts: their configs and weights, by content.
+
+Keys and values on the device mean something only to the target and the draft that wrote them. Another
+drafter of the same shapes would read them without complaint and draft worse, and no token would change;
+so a state carries the identity of its models, and whatever is about to go on from it compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, UInt32
+
+from dflash_jax.engine.state import Models
+from dflash_jax.kernels.product import RowMatrix
+from dflash_jax.models.config import DraftConfig, TargetConfig
+from dflash_jax.models.weights import DraftParams, TargetParams
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelIdentity:
+    """One model by content.
+
+    Attributes:
+      name: what it is, for messages.
+      digest: of its config and every weight, in hexadecimal; the same however the weights are laid out.
+    """
+
+    name: str
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.digest[:8]})"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelsIdentity:
+    """The target and the draft, if any, that write a state's contexts."""
+
+    target: ModelIdentity
+    draft: ModelIdentity | None = None
+
+    def difference(self, other: ModelsIdentity) -> str | None:
+        """The first half of a sentence on what differs, these being the ones that wrote; None if nothing does."""
+        for kind in ("target", "draft"):
+            wrote, reads = getattr(self, kind), getattr(other, kind)
+            if wrote != reads:
+                return f"its contexts were written by {wrote or 'no draft'}, and the {kind} here is {reads or 'none'}"
+        return None
+
+
+def identify(models: Models) -> ModelsIdentity:
+    """The identity of an engine's models. Reads every weight once, on the device."""
+    target = _identify(models.target, models.target_config)
+    if models.draft is None or models.draft_config is None:
+        return ModelsIdentity(target)
+    return ModelsIdentity(target, _identify(models.draft, models.draft_config))
+
+
+def _identify(params: TargetParams | DraftParams, config: TargetConfig | DraftConfig) -> ModelIdentity:
+    if isinstance(config, TargetConfig):
+        kind = f"a {config.family} target"
+        if config.tied_embeddings:
+            # The head is the embedding, whatever is kept in its place to multiply by.
+            params = params.replace(lm_head=None)
+    else:
+        kind = f"a DFlash{' 2' if config.version == 2 else ''} draft"
+    name = f"{kind} of {config.num_layers} layers and hidden size {config.hidden_size}"
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, RowMatrix))
+    sums = [(jax.tree_util.keystr(path), leaf.dtype.name, _checksum(leaf)) for path, leaf in leaves]
+    digest = hashlib.sha256(repr(config).encode())
+    for path, dtype, checksum in jax.device_get(sums):
+        digest.update(f"{path} {dtype} ".encode() + np.asarray(checksum).tobytes())
+    return ModelIdentity(name, digest.hexdigest())
+
+
+def _checksum(leaf: Array | RowMatrix) -> Array:
+    if isinstance(leaf, RowMatrix):
+        return _sums(leaf.value, transposed=True)
+    return _sums(leaf, transposed=False)
+
+
+@jax.jit(static_argnames=("transposed",))
+def _sums(array: Array, *, transposed: bool) -> UInt32[Array, 2]:
+    """Two sums over an array's bits, each weighted by its place, so that a value that moves changes them.
+
+    Integer sums that wrap come out the same in whatever order they are taken.
+    """
+    bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}")).astype(jnp.uint32)
+    bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
+    row, column = (jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) for axis in (0, 1))
+    if transposed:
+        row, column = column, row
+    sums = []
+    for of_row, of_column, offset in ((0x9E3779B1, 0x85EBCA77, 0x27D4EB2F), (0xC2B2AE3D, 0x165667B1, 0x2545F491)):
+        weight = (row * jnp.uint32(of_row) + column * jnp.uint32(of_column)) | jnp.uint32(1)
+        term = (bits + jnp.uint32(offset)) * weight
+        sums.append(jnp.sum(term ^ (term >> 15), dtype=jnp.uint32))
+    return jnp.stack(sums)

@@ -1,0 +1,96 @@
+"""An engine's two halves with no requests in them."""
+
+from __future__ import annotations
+
+import logging
+
+from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.host import NO_LIMIT, HostState, Policy
+from dflash_jax.engine.identity import ModelsIdentity, identify
+from dflash_jax.engine.pages import empty_pool
+from dflash_jax.engine.state import EngineState, Models, init_state
+from dflash_jax.errors import ConfigError
+from dflash_jax.models.config import check_pair
+
+_log = logging.getLogger(__name__)
+
+
+def init(
+    models: Models, config: EngineConfig | None = None, *, k: int | None = None, max_context: int | None = None
+) -> tuple[HostState, EngineState]:
+    """The two halves of an engine, without requests.
+
+    Args:
+      models: the target and, to speculate, the draft.
+      config: sizes and habits.
+      k: tokens to draft in each round; the trained block_size - 1 by default.
+      max_context: requests whose context grows past this many tokens go on without drafting.
+
+    Raises:
+      ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
+    """
+    config = config or EngineConfig()
+    policy = make_policy(models, config, k, NO_LIMIT if max_context is None else max_context)
+    return init_host(config, policy, identify(models)), empty_device(models, config)
+
+
+def init_host(config: EngineConfig, policy: Policy, identity: ModelsIdentity) -> HostState:
+    """The host's half, without requests."""
+    return HostState(policy, identity, empty_pool(config.pool_pages, config.page_size))
+
+
+def empty_device(models: Models, config: EngineConfig, rows: int = 1) -> EngineState:
+    """The device's half, without requests."""
+    return init_state(
+        models,
+        rows=rows,
+        slots=config.max_slots,
+        num_pages=config.pool_pages,
+        page_size=config.page_size,
+        max_model_len=config.max_model_len,
+    )
+
+
+def make_policy(models: Models, config: EngineConfig, k: int | None, draft_limit: int) -> Policy:
+    """What plans depend on. Raises ConfigError for models and sizes that do not fit each other."""
+    known = models.target_config.max_position
+    if known and config.max_model_len > known:
+        raise ConfigError(
+            f"engine.max_model_len is {config.max_model_len}, but the target was made for at most {known} tokens "
+            "(max_position_embeddings)"
+        )
+    drafts = _drafts(models, k)
+    if drafts >= config.max_model_len:
+        raise ConfigError(f"draft.k is {drafts}; it must be below engine.max_model_len {config.max_model_len}")
+    return Policy(
+        max_slots=config.max_slots,
+        prefill_chunk=config.prefill_chunk,
+        rounds_per_step=config.rounds_per_step,
+        prefix_cache=config.prefix_cache,
+        strict=config.strict,
+        k=drafts,
+        draft_limit=draft_limit,
+    )
+
+
+def _drafts(models: Models, k: int | None) -> int:
+    """Tokens to draft in each round. Raises ConfigError if the models cannot."""
+    if models.draft_config is None:
+        if k is not None:
+            raise ConfigError(f"draft.k is {k}, but there is no draft to propose tokens")
+        return 0
+    check_pair(models.target_config, models.draft_config)
+    trained = models.draft_config.block_size - 1
+    if k is None:
+        return trained
+    if k < 1:
+        raise ConfigError(f"draft.k is {k}; it must be 1 or more, and to decode plainly there must be no draft")
+    if k > trained:
+        _log.warning(
+            "draft.k is %d, but the draft was trained to propose %d tokens (block_size %d); what it proposes "
+            "past those is little better than noise",
+            k,
+            trained,
+            trained + 1,
+        )
+    return k

@@ -1,0 +1,141 @@
+"""A plan laid out as arrays: what a step takes from the host, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax.engine.plan import Chunk, Decode, Opening
+from dflash_jax.engine.state import MAX_STOP_TOKENS, Slots
+from dflash_jax.sampling import Sampler
+
+
+class PrefillInputs(struct.PyTreeNode):
+    """The chunks of a step.
+
+    Attributes:
+      idx_mapping: row to slot, -1 for an empty row.
+      tokens: the chunks, padded.
+      q_len: real tokens of each.
+      last: the chunk ends its prompt.
+      known_next: the token after the prompt, of a request that resumes; -1 to sample it.
+      opens: the row's slot gets the row's entry first.
+      entries: entries of the slots that are opened, one a row.
+    """
+
+    idx_mapping: Int[Array, " rows"]
+    tokens: Int[Array, "rows chunk"]
+    q_len: Int[Array, " rows"]
+    last: Bool[Array, " rows"]
+    known_next: Int[Array, " rows"]
+    opens: Bool[Array, " rows"]
+    entries: Slots
+
+
+class DecodeInputs(struct.PyTreeNode):
+    """The rows of a step's rounds.
+
+    Attributes:
+      idx_mapping: row to slot, -1 for an empty row.
+      first_page: logical number of a row's first new page.
+      new_pages: physical pages that its slot is given, padded with -1.
+    """
+
+    idx_mapping: Int[Array, " rows"]
+    first_page: Int[Array, " rows"]
+    new_pages: Int[Array, "rows new_pages"]
+
+
+def prefill_inputs(chunks: tuple[Chunk | None, ...], width: int, slot_pages: int) -> PrefillInputs:
+    """The arrays of a plan's chunks.
+
+    Args:
+      chunks: one a row, None for an empty row.
+      width: tokens to pad to.
+      slot_pages: width of the block table.
+    """
+    rows = len(chunks)
+    tokens, q_len = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+    last, known_next = np.zeros(rows, bool), np.full(rows, -1, np.int32)
+    for row, chunk in enumerate(chunks):
+        if chunk is not None:
+            tokens[row, : len(chunk.tokens)] = chunk.tokens
+            q_len[row], last[row] = len(chunk.tokens), chunk.last
+            known_next[row] = -1 if chunk.known_next is None else chunk.known_next
+    openings = [None if chunk is None else chunk.opening for chunk in chunks]
+    fields: dict[str, Any] = dict(
+        idx_mapping=_mapping(chunks),
+        tokens=tokens,
+        q_len=q_len,
+        last=last,
+        known_next=known_next,
+        opens=np.array([opening is not None for opening in openings]),
+        entries=slot_entries(openings, slot_pages),
+    )
+    return PrefillInputs(**fields)
+
+
+def decode_inputs(decodes: tuple[Decode | None, ...], width: int) -> DecodeInputs:
+    """The arrays of a plan's decodes.
+
+    Args:
+      decodes: one a row, None for an empty row.
+      width: new pages to pad to.
+    """
+    first, pages = np.zeros(len(decodes), np.int32), np.full((len(decodes), width), -1, np.int32)
+    for row, decode in enumerate(decodes):
+        if decode is not None:
+            first[row] = decode.first_page
+            pages[row, : len(decode.new_pages)] = decode.new_pages
+    fields: dict[str, Any] = dict(idx_mapping=_mapping(decodes), first_page=first, new_pages=pages)
+    return DecodeInputs(**fields)
+
+
+def slot_entries(openings: list[Opening | None], slot_pages: int) -> Slots:
+    """Entries of the slot table, one a row; those of rows that open no slot mean nothing."""
+    rows = len(openings)
+
+    def column(dtype, *shape: int, fill=0) -> Any:
+        return np.full((rows, *shape), fill, dtype)
+
+    entries = Slots(
+        position=column(np.int32),
+        anchor=column(np.int32),
+        draft_len=column(np.int32),
+        block_table=column(np.int32, slot_pages, fill=-1),
+        tokens_left=column(np.int32),
+        stop_tokens=column(np.int32, MAX_STOP_TOKENS, fill=-1),
+        sampler=Sampler(
+            temperature=column(np.float32),
+            top_k=column(np.int32),
+            top_p=column(np.float32, fill=1),
+            min_p=column(np.float32),
+            seed=column(np.uint32),
+        ),
+        decoding=column(bool),
+        speculating=column(bool),
+        draft_limit=column(np.int32),
+        finished=column(bool),
+        violation=column(np.int32),
+    )
+    for row, opening in enumerate(openings):
+        if opening is None:
+            continue
+        request, sampler = opening.request, entries.sampler
+        entries.position[row] = opening.position
+        entries.draft_len[row] = opening.position if opening.speculating else 0
+        entries.block_table[row, : len(opening.pages)] = opening.pages
+        entries.tokens_left[row] = opening.tokens_left
+        entries.stop_tokens[row, : len(request.stop_tokens)] = request.stop_tokens
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+            getattr(sampler, name)[row] = getattr(request.sampling, name)
+        entries.speculating[row] = opening.speculating
+        entries.draft_limit[row] = opening.draft_limit
+    return entries
+
+
+def _mapping(rows: tuple[Chunk | Decode | None, ...]) -> np.ndarray:
+    return np.array([-1 if row is None else row.slot for row in rows], np.int32)

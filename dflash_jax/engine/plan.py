@@ -1,0 +1,299 @@
+"""What a step will do: a pure function of the host's state.
+
+Requests are served in the order they came. One is admitted when a slot is free and its whole prompt
+has pages, so requests that prefill never wait for each other's pages; pages for what it produces come
+round by round. When they run out the newest request gives its pages back and waits at the head of the
+queue: the oldest always advances, so everything finishes.
+
+A plan lists the step's rows. Which request sits in which row is written nowhere else: `idx_mapping` is
+made of the plan, whole, in every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as Sequenced
+
+from dflash_jax.engine.host import HostState, Policy, preempt, speculates
+from dflash_jax.engine.pages import (
+    allocate,
+    check_pages_counted,
+    check_pages_exclusive,
+    lookup,
+    pages_for,
+    share,
+)
+from dflash_jax.engine.request import Request
+from dflash_jax.engine.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """What a slot's entry is made of when its request's first chunk runs.
+
+    Attributes:
+      request: the request.
+      pages: its pages, in order of position.
+      position: tokens that are in them already, from the prefix cache.
+      tokens_left: tokens it may still produce.
+      speculating: it is drafted for.
+      draft_limit: context tokens past which it no longer drafts.
+    """
+
+    request: Request
+    pages: tuple[int, ...]
+    position: int
+    tokens_left: int
+    speculating: bool
+    draft_limit: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A piece of a prompt to run.
+
+    Attributes:
+      id, slot: the request, and where it lives.
+      tokens: the piece.
+      last: the prompt ends with it.
+      known_next: the token after the prompt, for a request that resumes; None to sample it.
+      opening: the slot's new entry, with a prompt's first piece.
+    """
+
+    id: str
+    slot: int
+    tokens: tuple[int, ...]
+    last: bool
+    known_next: int | None
+    opening: Opening | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode:
+    """A request to run rounds for.
+
+    Attributes:
+      id, slot: the request, and where it lives.
+      first_page: logical number of the first of `new_pages`.
+      new_pages: pages it was given for what the rounds may commit.
+    """
+
+    id: str
+    slot: int
+    first_page: int = 0
+    new_pages: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One step.
+
+    Attributes:
+      chunks: rows that prefill, None for an empty row.
+      chunk_width: tokens that each of them is padded to.
+      decodes: rows that run rounds, None for an empty row.
+      table_width: pages that each of those may be given.
+      drafts: tokens to draft in each round; 0 decodes plainly.
+      rounds: rounds at most.
+    """
+
+    chunks: tuple[Chunk | None, ...] = ()
+    chunk_width: int = 0
+    decodes: tuple[Decode | None, ...] = ()
+    table_width: int = 0
+    drafts: int = 0
+    rounds: int = 0
+
+    def permuted(self, chunks: Sequenced[int], decodes: Sequenced[int]) -> Plan:
+        """The same step with its rows in another order, which must not matter to anybody.
+
+        Args:
+          chunks, decodes: for each new row the row that comes there; -1 for an empty one, so that a batch
+            can also grow.
+        """
+
+        def gather(rows: tuple, order: Sequenced[int]) -> tuple:
+            return tuple(None if row < 0 else rows[row] for row in order)
+
+        return dataclasses.replace(self, chunks=gather(self.chunks, chunks), decodes=gather(self.decodes, decodes))
+
+
+def make_plan(host: HostState) -> tuple[HostState, Plan]:
+    """Decides what the next step does.
+
+    Returns:
+      The state with requests admitted and preempted and with pages given, and the plan.
+
+    Raises:
+      InvariantError: `pages_conserved` or `pages_exclusive` does not hold.
+    """
+    host, plan = reserve(admit(host), rounds=host.policy.rounds_per_step)
+    _check_pages(host)
+    host, chunks, width = take_chunks(host)
+    return host, dataclasses.replace(plan, chunks=_padded(chunks, host.policy.max_slots), chunk_width=width)
+
+
+def reserve(host: HostState, *, rounds: int) -> tuple[HostState, Plan]:
+    """Pages for what rounds may commit, and the plan to run that many for every decoding request.
+
+    When pages run out, the newest requests make room.
+    """
+    policy = host.policy
+    host, new_pages = _take_pages(host, rounds * (1 + policy.k))
+    decoding = [sequence for sequence in host.running if sequence.decoding]
+    decodes = []
+    for sequence in decoding:
+        pages = new_pages.get(sequence.id, ())
+        decodes.append(Decode(sequence.id, _slot(sequence), len(sequence.pages) - len(pages), pages))
+    most = max((len(pages) for pages in new_pages.values()), default=0)
+    return host, Plan(
+        decodes=_padded(decodes, policy.max_slots),
+        # Nearly always the usual width, so that nearly always one program will do.
+        table_width=bucket(most, pages_for(rounds * (1 + policy.k), host.pool.page_size)),
+        drafts=policy.k if any(speculates(policy, sequence) for sequence in decoding) else 0,
+        rounds=rounds,
+    )
+
+
+def admit(host: HostState) -> HostState:
+    """Moves requests from the queue into free slots while their prompts have pages.
+
+    With `prefix_cache`, full pages of a known prefix are shared; at least one token is left to run.
+    """
+    free_slots = _free_slots(host)
+    while host.waiting and free_slots:
+        sequence, pool = host.waiting.first, host.pool
+        full = (sequence.to_run - 1) // pool.page_size if host.policy.prefix_cache else 0
+        sequence = sequence.hashed(full, pool.page_size)
+        known = lookup(pool, sequence.hashes[:full])
+        pool = share(pool, known)
+        needed = pages_for(sequence.to_run, pool.page_size) - len(known)
+        # A page for each running request's next tokens stays untouched, or a newcomer would be
+        # admitted only to be preempted in the next round.
+        if pool.available < needed + len(host.running):
+            # What was hashed is kept for the next time.
+            host = dataclasses.replace(host, waiting=host.waiting.replace(sequence.id, sequence))
+            break
+        pool, fresh = allocate(pool, needed)
+        saved = len(known) * pool.page_size
+        pool = dataclasses.replace(pool, hits=pool.hits + len(known), misses=pool.misses + full - len(known))
+        sequence = dataclasses.replace(
+            sequence,
+            slot=free_slots.pop(0),
+            pages=sequence.pages.extend(known + fresh),
+            position=saved,
+            published=len(known),
+            cached_tokens=sequence.cached_tokens + saved,
+        )
+        host = dataclasses.replace(
+            host,
+            waiting=host.waiting.remove(sequence.id),
+            running=host.running.append(sequence.id, sequence),
+            pool=pool,
+            counters=host.counters.plus(prefix_tokens_saved=saved),
+        )
+    return host
+
+
+def _take_pages(host: HostState, tokens: int) -> tuple[HostState, dict[str, tuple[int, ...]]]:
+    """Gives every decoding request pages for `tokens` more, preempting the newest if need be.
+
+    Returns:
+      The new state, and the pages that each request, by id, was given.
+    """
+    new_pages: dict[str, tuple[int, ...]] = {}
+    for sequence in host.running:
+        while sequence.decoding and sequence.id in host.running:
+            end = min(sequence.position + tokens, sequence.request.longest)
+            needed = pages_for(end, host.pool.page_size) - len(sequence.pages)
+            if needed <= host.pool.available:
+                if needed > 0:
+                    pool, fresh = allocate(host.pool, needed)
+                    sequence = dataclasses.replace(sequence, pages=sequence.pages.extend(fresh))
+                    host = dataclasses.replace(host, pool=pool, running=host.running.replace(sequence.id, sequence))
+                    new_pages[sequence.id] = fresh
+                break
+            newest = host.running.last.id
+            host = preempt(host, newest)
+            new_pages.pop(newest, None)
+    return host, new_pages
+
+
+def take_chunks(host: HostState) -> tuple[HostState, list[Chunk], int]:
+    """The prompts' next pieces, oldest request first.
+
+    Returns:
+      The state with the pieces' slots opened, the pieces, and their common padded width: a quarter of
+      `prefill_chunk`, half of it or all, after the first piece. So few widths keep the number of compiled
+      programs small.
+    """
+    chunks: list[Chunk] = []
+    policy, budget = host.policy, host.policy.prefill_chunk
+    narrow = -(-budget // 4)
+    width = narrow
+    for sequence in host.running:
+        if sequence.position >= sequence.to_run:
+            continue
+        stop = min(sequence.position + budget, sequence.to_run)
+        length = stop - sequence.position
+        if chunks and (length > width or width * bucket(len(chunks) + 1, 1, policy.max_slots) > budget):
+            break
+        width = max(width, bucket(length, narrow, budget))
+        chunks.append(
+            Chunk(
+                id=sequence.id,
+                slot=_slot(sequence),
+                tokens=sequence.tokens(sequence.position, stop),
+                last=stop == sequence.to_run,
+                known_next=sequence.output[-1] if sequence.output else None,
+                opening=None if sequence.opened else _opening(policy, sequence),
+            )
+        )
+        opened = dataclasses.replace(sequence, opened=True)
+        host = dataclasses.replace(host, running=host.running.replace(sequence.id, opened))
+    return host, chunks, width
+
+
+def bucket(count: int, smallest: int, largest: int | None = None) -> int:
+    """The least of smallest, 2 * smallest, 4 * smallest, ... and `largest` that holds `count`."""
+    size = smallest
+    while size < count:
+        size *= 2
+    return size if largest is None else min(size, largest)
+
+
+def _opening(policy: Policy, sequence: Sequence) -> Opening:
+    return Opening(
+        request=sequence.request,
+        pages=tuple(sequence.pages),
+        position=sequence.position,
+        tokens_left=sequence.request.limit - len(sequence.output),
+        speculating=speculates(policy, sequence),
+        draft_limit=policy.draft_limit,
+    )
+
+
+def _padded(rows: list, max_slots: int) -> tuple:
+    """The rows, with empty ones up to a bucket's size; none if there are none."""
+    return () if not rows else (*rows, *[None] * (bucket(len(rows), 1, max_slots) - len(rows)))
+
+
+def _free_slots(host: HostState) -> list[int]:
+    taken = {sequence.slot for sequence in host.running}
+    return [slot for slot in range(host.policy.max_slots) if slot not in taken]
+
+
+def _slot(sequence: Sequence) -> int:
+    assert sequence.slot is not None, f"request {sequence.id!r} has no slot"
+    return sequence.slot
+
+
+def _check_pages(host: HostState) -> None:
+    """Before anything is written: no page is lost, none that is written is anybody else's."""
+    size, policy = host.pool.page_size, host.policy
+    most = max(policy.prefill_chunk, policy.rounds_per_step * (1 + policy.k))
+    check_pages_counted(host.pool)
+    check_pages_exclusive(
+        host.pool,
+        {s.id: s.pages[s.position // size : pages_for(s.position + most, size)] for s in host.running},
+    )

@@ -1,0 +1,144 @@
+"""The step: plan, run, absorb. `Runner` is the only part of it that touches the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+
+from dflash_jax.engine.absorb import absorb
+from dflash_jax.engine.host import HostState
+from dflash_jax.engine.identity import ModelsIdentity, identify
+from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs, decode_inputs, prefill_inputs
+from dflash_jax.engine.output import Update
+from dflash_jax.engine.plan import Plan, make_plan
+from dflash_jax.engine.reader import NO_TEXT, Reader
+from dflash_jax.engine.state import EngineState, Models, mark_donated
+from dflash_jax.engine.steps import Report, give_pages, open_slots, prefill, run_rounds
+from dflash_jax.kernels.choice import Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """What the device did in a step, on the host.
+
+    Attributes:
+      prefill: of the plan's chunks, row by row; None if there were none.
+      decode: of its rounds, stacked on a leading axis; None if there were none.
+    """
+
+    prefill: Report | None = None
+    decode: Report | None = None
+
+
+def step(
+    run: Callable[[EngineState, Plan], tuple[EngineState, StepReport]],
+    host: HostState,
+    device: EngineState,
+    clock: Callable[[], float],
+    read: Reader = NO_TEXT,
+) -> tuple[HostState, EngineState, tuple[Update, ...]]:
+    """One step of the engine: admits, prefills, runs rounds, and takes in what came of it.
+
+    Args:
+      run: a `Runner`.
+      host, device: the engine's two halves. `device` is used up if the runner donates.
+      clock: seconds; when the step's tokens are counted as seen.
+      read: makes text of tokens; see `absorb`.
+
+    Returns:
+      Both halves after the step, and what it brought each request.
+
+    Raises:
+      InvariantError: an invariant does not hold, of the page account or, in a strict engine, of a request.
+    """
+    host, plan = make_plan(host)
+    device, report = run(device, plan)
+    host, updates = absorb(host, plan, report, clock(), read)
+    return host, device, updates
+
+
+class Runner:
+    """Runs plans: one dispatch for a plan's chunks, one for its rounds.
+
+    Compiled once for each number of rows, width of chunks and number of drafts.
+    """
+
+    def __init__(self, models: Models, *, donate: bool = False, implementation: Implementation | None = None):
+        """Makes a runner.
+
+        Args:
+          models: target and draft, prepared for the device; see `prepared`.
+          donate: reuse the memory of the state that is run, which is then gone.
+          implementation: of the kernels; see `kernels.choice`.
+        """
+        self.models = models
+        self.donate = donate
+        self.implementation: Implementation | None = implementation
+
+    @functools.cached_property
+    def identity(self) -> ModelsIdentity:
+        """Of the models, by content."""
+        return identify(self.models)
+
+    def __call__(self, device: EngineState, plan: Plan) -> tuple[EngineState, StepReport]:
+        """The device state after a plan, and what happened in it.
+
+        Rows that are ready to decode do so in the second dispatch; a prompt that ends in the first is not
+        among them.
+        """
+        before, prefilled, decoded = device, None, None
+        if plan.chunks:
+            inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1])
+            device, prefilled = _prefill_program(self.donate)(
+                self.models, device, inputs, implementation=self.implementation
+            )
+        if plan.decodes:
+            device, decoded = _decode_program(self.donate)(
+                self.models,
+                device,
+                decode_inputs(plan.decodes, plan.table_width),
+                drafts=plan.drafts,
+                rounds=plan.rounds,
+                implementation=self.implementation,
+            )
+        if self.donate and device is not before:
+            mark_donated(before)
+        return device, StepReport(*jax.device_get((prefilled, decoded)))
+
+
+def place_rounds(device: EngineState, plan: Plan) -> EngineState:
+    """The device state that `run_round` can be applied to for a plan's rounds: its rows, with their new pages."""
+    return give_pages(device, decode_inputs(plan.decodes, plan.table_width))
+
+
+def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, implementation):
+    state = open_slots(state, inputs)
+    return prefill(
+        models,
+        state,
+        inputs.tokens,
+        inputs.q_len,
+        inputs.last,
+        inputs.known_next,
+        implementation=implementation,
+    )
+
+
+def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, *, drafts, rounds, implementation):
+    state = give_pages(state, inputs)
+    return run_rounds(models, state, drafts=drafts, rounds=rounds, implementation=implementation)
+
+
+@functools.cache
+def _prefill_program(donate: bool) -> Callable:
+    donated = ("state",) if donate else ()
+    return jax.jit(_run_chunks, static_argnames=("implementation",), donate_argnames=donated)
+
+
+@functools.cache
+def _decode_program(donate: bool) -> Callable:
+    donated = ("state",) if donate else ()
+    return jax.jit(_run_decodes, static_argnames=("drafts", "rounds", "implementation"), donate_argnames=donated)

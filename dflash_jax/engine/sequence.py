@@ -1,0 +1,90 @@
+"""A request on its way: its tokens so far, its slot and pages, and what each round brought."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dflash_jax.engine.containers import Log
+from dflash_jax.engine.pages import page_hash
+from dflash_jax.engine.request import Request
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """How far a request is.
+
+    Attributes:
+      request: what was asked.
+      arrived: when, in seconds on the engine's clock.
+      output: tokens produced.
+      slot: where it lives on the device; None while it waits.
+      pages: its physical pages in order of position.
+      position: tokens in its pages.
+      opened: its slot holds its entry; the first chunk of its prompt writes it.
+      published: how many of `pages` are known to the prefix cache.
+      hashes: of its full pages, as far as they were needed.
+      produced_per_round: tokens that each round added to the output.
+      drafted_blocks: what was drafted in each of those rounds.
+      fallback: why it no longer drafts although the engine does, if so.
+      preemptions: how often it had to give its pages back.
+      cached_tokens: prompt tokens it did not have to run, over all its admissions.
+      damaged_drafts: rounds in which the draft's scores were not finite.
+      first_token, last_token: when those were seen, on the engine's clock.
+    """
+
+    request: Request
+    arrived: float
+    output: Log[int] = dataclasses.field(default_factory=Log)
+    slot: int | None = None
+    pages: Log[int] = dataclasses.field(default_factory=Log)
+    position: int = 0
+    opened: bool = False
+    published: int = 0
+    hashes: Log[bytes] = dataclasses.field(default_factory=Log)
+    produced_per_round: Log[int] = dataclasses.field(default_factory=Log)
+    drafted_blocks: Log[tuple[int, ...]] = dataclasses.field(default_factory=Log)
+    fallback: str | None = None
+    preemptions: int = 0
+    cached_tokens: int = 0
+    damaged_drafts: int = 0
+    first_token: float | None = None
+    last_token: float | None = None
+
+    @property
+    def id(self) -> str:
+        """The request's."""
+        return self.request.id
+
+    @property
+    def to_run(self) -> int:
+        """Tokens that must be in the pages before it decodes: the prompt, and on resumption all output but the last."""
+        return len(self.request.prompt) + max(len(self.output) - 1, 0)
+
+    @property
+    def decoding(self) -> bool:
+        """Its prompt is done."""
+        return self.slot is not None and len(self.output) > 0 and self.position >= self.to_run
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Tokens at positions start..stop-1 of prompt and output together."""
+        prompt = self.request.prompt
+        first, last = max(start - len(prompt), 0), max(stop - len(prompt), 0)
+        return prompt[start:stop] + self.output[first:last]
+
+    def hashed(self, pages: int, page_size: int) -> Sequence:
+        """The sequence with the hashes of its first `pages` pages known; each is computed once."""
+        if pages <= len(self.hashes):
+            return self
+        new: list[bytes] = []
+        parent = self.hashes[-1] if self.hashes else None
+        for page in range(len(self.hashes), pages):
+            parent = page_hash(parent, self.tokens(page * page_size, (page + 1) * page_size))
+            new.append(parent)
+        return dataclasses.replace(self, hashes=self.hashes.extend(new))
+
+    def __repr__(self) -> str:
+        where = "waiting" if self.slot is None else f"slot {self.slot}, {len(self.pages)} pages"
+        return (
+            f"Sequence({self.id!r}: {where}, prompt {len(self.request.prompt)}, position {self.position}, "
+            f"output {len(self.output)})"
+        )
