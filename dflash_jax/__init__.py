@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dflash_jax.engine import Completion, Engine, EngineConfig, EngineState, SamplingParams, Update
-    from dflash_jax.errors import CheckpointError, ConfigError, DflashError, InvariantError, RequestError
+    from dflash_jax.errors import (
+        CheckpointError,
+        ConfigError,
+        DflashError,
+        InvariantError,
+        RequestError,
+        StateError,
+    )
 
 __all__ = [
     "CheckpointError",
@@ -20,6 +27,7 @@ __all__ = [
     "InvariantError",
     "RequestError",
     "SamplingParams",
+    "StateError",
     "Update",
 ]
 

@@ -135,9 +135,10 @@ def _slots(state: EngineState) -> Table:
 
 
 def _state_sizes(state: EngineState) -> str:
-    pages = state.target_pages.k.shape if hasattr(state.target_pages.k, "shape") else None
-    if pages is None:
-        return "EngineState(used again by a later step)"
+    # Asked of the type: what stands in the place of a used array answers no question.
+    if not hasattr(type(state.target_pages.k), "shape"):
+        return f"EngineState({state.target_pages.k!r})"
+    pages = state.target_pages.k.shape
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     return (
         f"EngineState({state.slots.position.shape[0]} slots, {pages[1]} pages of {pages[2]} tokens, "

@@ -171,7 +171,7 @@ def _sequence_to_json(sequence: Sequence) -> dict[str, Any]:
 
 def _sequence_from_json(values: dict[str, Any]) -> Sequence:
     request = values["request"]
-    sampling = {name: tuple(v) if isinstance(v, list) else v for name, v in request["sampling"].items()}
+    sampling: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in request["sampling"].items()}
     logs = {name: Log(values[name]) for name in ("output", "pages", "produced_per_round")}
     return Sequence(
         **{

@@ -136,7 +136,10 @@ class _Donated:
             raise AttributeError(name)
         self._refuse()
 
-    __getitem__ = __iter__ = __len__ = __int__ = __float__ = __bool__ = __array__ = _refuse
+    # Looked up on the class, so `__getattr__` does not see them.
+    __getitem__ = __iter__ = __len__ = __int__ = __index__ = __float__ = __bool__ = __array__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __mod__ = __neg__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __invert__ = __matmul__ = _refuse
 
     def __repr__(self) -> str:
         return "<used again by a later step>"

@@ -65,6 +65,9 @@ def extend(
             normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
             q = project_q(normed, positions, weights.attention, config)
             k, v = project_kv(normed, positions, weights.attention, config)
+            # Attention gives a token that may not be seen the weight 0, and 0 times NaN is NaN. Its keys stay what they
+            # are, so that tokens that may see it compute NaN.
+            v = jnp.where(jnp.isnan(v), 0, v)
             mixed = block_attention(
                 q,
                 k,

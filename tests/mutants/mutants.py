@@ -36,7 +36,7 @@ _SAMPLING = "tests/sampling/test_distribution.py::"
 _BLOCKS = r"(drafted\[: len\(full_blocks\(case\)\)\] == full_blocks|produced_per_round\) == case|record\()"
 
 _READ = "    context = state.draft_context(idx_mapping)\n"
-_WRITE = "        draft_pages = state.draft_context(jnp.where(listening, idx_mapping, -1)).write(entries, count)\n"
+_WRITE = "        draft_pages = state.draft_context(jnp.where(drafting, idx_mapping, -1)).write(entries, count)\n"
 _CONTINUOUS = "    continuous = ~drafting | (slots.draft_len[slot] == slots.position[slot])\n"
 _ROWS = "jnp.where(idx_mapping >= 0, jnp.arange(idx_mapping.shape[0]), -1)"
 _UNCHECKED = ("engine/invariants.py", _CONTINUOUS, "    continuous = jnp.ones_like(drafting)\n")
@@ -90,7 +90,7 @@ _OF_GOLDEN_PAIRS = (
     ),
     Mutant(
         "never call propose",
-        (("engine/core.py", "drafts = self.k if any(", "drafts = 0 if any("),),
+        (("engine/plan.py", "drafts=policy.k if any(", "drafts=0 if any("),),
         _SITUATIONS + "test_metrics_count_as_vllm_does",
         r"drafted_request_steps == len\(rounds\)",
     ),
@@ -196,19 +196,25 @@ _OF_GOLDEN_PAIRS = (
     ),
     Mutant(
         "free a shared page while it is referenced",
-        (("engine/pages.py", "        if references[page] == 0:\n", "        if references[page] >= 0:\n"),),
+        (
+            (
+                "engine/pages.py",
+                "        if left == 0:\n            del references[page]\n",
+                "        if page in references:\n            del references[page]\n            left = 0\n",
+            ),
+        ),
         _SITUATIONS + "test_a_shared_beginning_drafts_the_same_blocks_cold_and_warm[2]",
         r"pages_conserved",
     ),
     Mutant(
         "hash a page without what comes before it",
-        (("engine/pages.py", "hashlib.sha256(parent + page)", "hashlib.sha256(page)"),),
+        (("engine/pages.py", "hashlib.sha256((_ROOT if parent is None else parent) + ", "hashlib.sha256("),),
         "tests/engine/test_pages.py::test_the_same_page_after_another_beginning_is_another_page",
         r"assert",
     ),
     Mutant(
         "share pages that lack the draft's half",
-        (("engine/core.py", "if self.k == 0 or progress.fallback is None:", "if True:"),),
+        (("engine/absorb.py", " and (host.policy.k == 0 or sequence.fallback is None):", ":"),),
         _SITUATIONS + "test_pages_without_a_drafts_half_are_never_shared",
         _BLOCKS,
     ),
@@ -288,9 +294,9 @@ _OF_GOLDEN_PAIRS = (
         "sample the anchor of a resumed request anew",
         (
             (
-                "engine/core.py",
-                "*device.prefill_batch(mapping, chunks, width),",
-                "*device.prefill_batch(mapping, tuple(dataclasses.replace(c, known_next=None) for c in chunks), width),",
+                "engine/plan.py",
+                "known_next=sequence.output[-1] if sequence.output else None,",
+                "known_next=None,",
             ),
         ),
         _SITUATIONS + "test_preemption_alone_and_at_every_round_changes_nothing[True]",
@@ -301,10 +307,10 @@ _OF_GOLDEN_PAIRS = (
         (
             (
                 "engine/steps.py",
-                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)\n",
+                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), drafting & live, committed)\n",
                 "    heard = jnp.where((known_next >= 0)[:, None, None], 0, extension.features)\n"
                 "    extension = dataclasses.replace(extension, features=heard.astype(extension.features.dtype))\n"
-                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)\n",
+                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), drafting & live, committed)\n",
             ),
             ("engine/steps.py", "import chex\n", "import dataclasses\n\nimport chex\n"),
         ),
@@ -409,7 +415,7 @@ _OF_GOLDEN_PAIRS = (
     ),
     Mutant(
         "delete the check that a written page is one request's",
-        (("engine/core.py", "        check_pages_exclusive(pool, {", "        dict({"),),
+        (("engine/plan.py", "    check_pages_exclusive(\n        host.pool,\n", "    dict(\n"),),
         "tests/engine/test_invariants.py::test_a_page_of_two_writers_is_noticed_before_it_is_written",
         r"DID NOT RAISE|pages_conserved",
     ),
@@ -417,10 +423,11 @@ _OF_GOLDEN_PAIRS = (
         "let rows behind the batch take part in its step",
         (
             (
-                "engine/rows.py",
-                "    return Rows(jnp.where(jnp.arange(size) < count, taken, -1))\n",
-                "    return Rows(taken)\n",
+                "engine/run.py",
+                "decode_inputs(plan.decodes, plan.table_width),\n                drafts",
+                "decode_inputs(\n                    tuple(\n                        decode or (Decode(plan.chunks[0].id, plan.chunks[0].slot) if plan.chunks else None)\n                        for decode in plan.decodes\n                    ),\n                    plan.table_width,\n                ),\n                drafts",
             ),
+            ("engine/run.py", "import Plan, make_plan\n", "import Decode, Plan, make_plan\n"),
         ),
         _SITUATIONS + "test_a_prompt_that_ends_in_a_step_takes_no_part_in_its_round",
         r"violated|assert",
