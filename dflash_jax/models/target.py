@@ -27,7 +27,7 @@ class Extension(struct.PyTreeNode):
 
     Attributes:
       hidden: final hidden states, normalised, ready for the LM head.
-      features: outputs of the layers a draft listens to, concatenated in the order asked for.
+      features: states after the layers a draft listens to, concatenated in the order asked for.
       entries: the new tokens' keys and values, for the pages.
     """
 
@@ -53,7 +53,8 @@ def extend(
       context: pages, block table, mapping and lengths; row r's first token stands at its context's end.
       tokens: token ids; anything at positions past q_len.
       q_len: new tokens per row, 0..tokens.
-      feature_layers: 0-based layers whose outputs to return; `target_layer_ids` of the draft.
+      feature_layers: 0-based layers whose outputs to return; `target_layer_ids` of the draft. As in transformers'
+        `hidden_states[id + 1]`, the last layer's is the state after the final norm.
       implementation: of the kernels; see `kernels.choice`.
     """
     positions = context.row_lengths()[:, None] + jnp.arange(tokens.shape[1])
@@ -93,9 +94,11 @@ def extend(
         values.append(v)
         if index in feature_layers:
             features[index] = x
+    hidden = rms_norm(x, params.norm, config.rms_norm_eps)
+    features[config.num_layers - 1] = hidden
     chosen = [features[index] for index in feature_layers]
     return Extension(
-        hidden=rms_norm(x, params.norm, config.rms_norm_eps),
+        hidden=hidden,
         features=jnp.concatenate(chosen, axis=-1) if chosen else jnp.zeros((*tokens.shape, 0), x.dtype),
         entries=KeyValues(k=jnp.stack(keys), v=jnp.stack(values)),
     )

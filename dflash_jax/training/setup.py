@@ -144,7 +144,7 @@ def _open_features(
     extractor = FeatureExtractor(target.params, target.config, config.dtype)
     layers = draft.target_layer_ids
     if config.loss.soft:
-        layers = (*layers, target.config.num_layers)
+        layers = (*layers, target.config.num_layers - 1)
     if config.data.features is None:
         return Features(dataset, extractor, layers)
     return CachedFeatures(
