@@ -20,7 +20,6 @@ from dflash_jax.training.config import Dtype
 from dflash_jax.training.dataset import Dataset
 from dflash_jax.training.features import FeatureExtractor
 
-
 # Which states a layer's file holds: transformers', where the last layer's are those after the final norm.
 _STATES = "hidden_states[layer + 1]"
 
