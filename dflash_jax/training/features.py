@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.choice import Implementation
-from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.kernels.context import Context, KeyValues
+from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import DraftConfig, TargetConfig
+from dflash_jax.models.matrix import map_matrices
 from dflash_jax.models.target import Extension, extend
 from dflash_jax.models.weights import DraftParams, TargetParams
 from dflash_jax.training.config import Dtype
@@ -70,6 +71,6 @@ def _features(params, config, tokens, layers):
 def fingerprint(params: TargetParams | DraftParams, config: TargetConfig | DraftConfig) -> str:
     """Hash of a model: its config and every weight."""
     digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
-    for leaf in jax.tree.leaves(params):
+    for leaf in jax.tree.leaves(map_matrices(lambda matrix: matrix.laid_out("in_out"), params)):
         digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
     return digest.hexdigest()

@@ -12,6 +12,7 @@ from dflash_jax import ConfigError, Engine, EngineConfig
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Models
 from dflash_jax.models.draft import context_entries
+from dflash_jax.models.matrix import Matrix
 from dflash_jax.models.target import lm_head
 from dflash_jax.training.feature_cache import CachedFeatures
 from dflash_jax.training.features import FeatureExtractor, run_sequences
@@ -28,7 +29,7 @@ def listening_to_the_last_layer(pair: str) -> Models:
     of = models(pair)
     hidden = of.draft_config.hidden_size
     config = dataclasses.replace(of.draft_config, target_layer_ids=LAYERS)
-    return of.replace(draft=of.draft.replace(fc=of.draft.fc[: 2 * hidden]), draft_config=config)
+    return of.replace(draft=of.draft.replace(fc=Matrix(of.draft.fc.value[: 2 * hidden])), draft_config=config)
 
 
 def reference_features(of: Models, tokens: list[int]):
