@@ -25,8 +25,7 @@ if os.environ.get("DFLASH_JAX_TYPECHECK", "1") != "0":
     # The edges that take what users write are left out: they say what is wrong in words of their own.
     _PARTS = ["models", "kernels", "sampling", "training"]
     _PARTS += [
-        f"engine.{name}"
-        for name in ("state", "steps", "verification", "invariants", "pages", "inputs", "identity")
+        f"engine.{name}" for name in ("state", "steps", "verification", "invariants", "pages", "inputs", "identity")
     ]
     install_import_hook([f"dflash_jax.{name}" for name in _PARTS], "tests.shape_checks.check")
 

@@ -15,13 +15,14 @@ import numpy as np
 
 from dflash_jax.checkpoints import LoadedDraft, Tokenizer, load_draft, load_target
 from dflash_jax.checkpoints.shortlist import read_shortlist
+from dflash_jax.compile_cache import enable_compile_cache
 from dflash_jax.engine import display
 from dflash_jax.engine import snapshot as snapshots
 from dflash_jax.engine.absorb import end
 from dflash_jax.engine.admission import make_request
 from dflash_jax.engine.config import EngineConfig, EngineSetup
 from dflash_jax.engine.containers import Queue
-from dflash_jax.engine.device import arranged
+from dflash_jax.engine.device import prepare
 from dflash_jax.engine.host import NO_LIMIT, HostState, add, remove, restart, shift_times
 from dflash_jax.engine.init import empty_device, init_host, make_policy
 from dflash_jax.engine.output import Completion, Update, join_updates
@@ -30,8 +31,8 @@ from dflash_jax.engine.request import SamplingParams
 from dflash_jax.engine.run import Runner, step
 from dflash_jax.engine.state import EngineState, Models, is_donated
 from dflash_jax.errors import CheckpointError, RequestError
-from dflash_jax.kernels.choice import Implementation
-from dflash_jax.models.draft import make_shortlist
+from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.models.lm_head import make_shortlist
 from dflash_jax.settings import parse, read_settings
 
 Draft = str | Path | LoadedDraft
@@ -81,15 +82,16 @@ class Engine:
           k: tokens to draft in each round; the trained block_size - 1 by default.
           max_context: requests whose context grows past this many tokens go on without drafting.
           clock: seconds, for the metrics.
-          implementation: of the kernels; see `kernels.choice`.
+          implementation: of the kernels; see `kernels.dispatch`.
 
         Raises:
           ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
         """
+        enable_compile_cache()
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._clock = clock
-        self._run = Runner(arranged(models, implementation), donate=self.config.donate, implementation=implementation)
+        self._run = Runner(prepare(models, implementation), donate=self.config.donate, implementation=implementation)
         policy = make_policy(self.models, self.config, k, NO_LIMIT if max_context is None else max_context)
         self.host = init_host(self.config, policy, self._run.identity)
         self.state: EngineState = empty_device(self.models, self.config)
@@ -400,7 +402,7 @@ class Engine:
         else:
             models = models.replace(draft=draft.params, draft_config=draft.config, shortlist=None)
         run = self._run
-        twin._run = Runner(arranged(models, run.implementation), donate=run.donate, implementation=run.implementation)
+        twin._run = Runner(prepare(models, run.implementation), donate=run.donate, implementation=run.implementation)
         policy = make_policy(models, self.config, k, self.host.policy.draft_limit)
         twin.host, twin.state = init_host(self.config, policy, twin._run.identity), empty_device(models, self.config)
         # What it was configured with names another draft.

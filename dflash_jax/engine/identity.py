@@ -16,8 +16,8 @@ import numpy as np
 from jaxtyping import Array, UInt32
 
 from dflash_jax.engine.state import Models
-from dflash_jax.kernels.product import RowMatrix
 from dflash_jax.models.config import DraftConfig, TargetConfig
+from dflash_jax.models.matrix import Matrix, is_matrix
 from dflash_jax.models.weights import DraftParams, TargetParams
 
 
@@ -64,13 +64,10 @@ def identify(models: Models) -> ModelsIdentity:
 def _identify(params: TargetParams | DraftParams, config: TargetConfig | DraftConfig) -> ModelIdentity:
     if isinstance(config, TargetConfig):
         kind = f"a {config.family} target"
-        if config.tied_embeddings:
-            # The head is the embedding, whatever is kept in its place to multiply by.
-            params = params.replace(lm_head=None)
     else:
         kind = f"a DFlash{' 2' if config.version == 2 else ''} draft"
     name = f"{kind} of {config.num_layers} layers and hidden size {config.hidden_size}"
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, RowMatrix))
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_matrix)
     sums = [(jax.tree_util.keystr(path), leaf.dtype.name, _checksum(leaf)) for path, leaf in leaves]
     digest = hashlib.sha256(repr(config).encode())
     for path, dtype, checksum in jax.device_get(sums):
@@ -78,9 +75,9 @@ def _identify(params: TargetParams | DraftParams, config: TargetConfig | DraftCo
     return ModelIdentity(name, digest.hexdigest())
 
 
-def _checksum(leaf: Array | RowMatrix) -> Array:
-    if isinstance(leaf, RowMatrix):
-        return _sums(leaf.value, transposed=True)
+def _checksum(leaf: Array | Matrix) -> Array:
+    if isinstance(leaf, Matrix):
+        return _sums(leaf.value, transposed=leaf.layout == "out_in")
     return _sums(leaf, transposed=False)
 
 

@@ -17,7 +17,7 @@ from dflash_jax.engine.plan import Plan, make_plan
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.state import EngineState, Models, mark_donated
 from dflash_jax.engine.steps import Report, give_pages, open_slots, prefill, run_rounds
-from dflash_jax.kernels.choice import Implementation
+from dflash_jax.kernels.dispatch import Implementation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Runner:
         Args:
           models: target and draft, prepared for the device; see `prepared`.
           donate: reuse the memory of the state that is run, which is then gone.
-          implementation: of the kernels; see `kernels.choice`.
+          implementation: of the kernels; see `kernels.dispatch`.
         """
         self.models = models
         self.donate = donate

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.engine.state import Models
-from dflash_jax.kernels.choice import Implementation
-from dflash_jax.kernels.lm_head import best_tokens, writes_logits
-from dflash_jax.models.selector import Proposal
-from dflash_jax.models.target import head, lm_head
+from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.models.drafters import Proposal
+from dflash_jax.models.lm_head import target_head
 from dflash_jax.sampling import Sampler, Verdict, verify, verify_greedy
 
 
@@ -32,17 +31,17 @@ def verify_hidden(
       models: whose target has the head.
       hidden: the target's, after the anchor and after each drafted token.
       proposal, num_drafts, sampler, position: see `verify`.
-      implementation: of the kernels; see `kernels.choice`.
+      implementation: of the kernels; see `kernels.dispatch`.
 
     Returns:
       What to keep. Logits that are not finite decide nothing: the verdict ends before the first of them,
       and is not `finite` if there is nothing before it.
     """
 
-    block = hidden.shape[1]
+    block, head = hidden.shape[1], target_head(models.target)
 
     def from_logits() -> tuple[Verdict, Bool[Array, "rows block"]]:
-        logits = lm_head(models.target, hidden)
+        logits = head.logits(hidden, implementation=implementation)
         verdict = verify(logits, proposal.tokens, num_drafts, proposal.candidates, proposal.probs, sampler, position)
         # Of logits with a NaN among them, the largest is NaN.
         best = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -50,10 +49,10 @@ def verify_hidden(
 
     def from_best() -> tuple[Verdict, Bool[Array, "rows block"]]:
         with jax.named_scope("lm_head"):
-            value, best = best_tokens(hidden, **head(models.target), top_k=1, implementation=implementation)
+            value, best = head.best(hidden, 1, implementation=implementation)
         return verify_greedy(best[..., 0], proposal.tokens, num_drafts), jnp.isfinite(value[..., 0])
 
-    if writes_logits(hidden, **head(models.target), implementation=implementation):
+    if head.writes_logits(hidden, implementation=implementation):
         verdict, finite = from_logits()
     else:
         verdict, finite = jax.lax.cond(jnp.any(sampler.temperature > 0), from_logits, from_best)

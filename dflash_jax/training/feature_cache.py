@@ -20,6 +20,9 @@ from dflash_jax.training.config import Dtype
 from dflash_jax.training.dataset import Dataset
 from dflash_jax.training.features import FeatureExtractor
 
+# Which states a layer's file holds: transformers', where the last layer's are those after the final norm.
+_STATES = "hidden_states[layer + 1]"
+
 
 class Features:
     """The features of a dataset's sequences, computed when they are first asked for.
@@ -76,7 +79,7 @@ class CachedFeatures(Features):
                 "out to compute them again every time"
             )
         directory.mkdir(parents=True, exist_ok=True)
-        _check_owner(directory, {"target": target, "dtype": dtype}, dataset)
+        _check_owner(directory, {"target": target, "dtype": dtype, "states": _STATES}, dataset)
         self._states = {
             layer: _grow(directory / f"layer-{layer}.bfloat16", (tokens, hidden), ml_dtypes.bfloat16)
             for layer in layers
@@ -101,9 +104,8 @@ def _check_owner(directory: Path, claim: dict[str, str], dataset: Dataset) -> No
     owner, sequences = directory / "target.json", directory / "sequences.npy"
     way_out = "give another data.features, or remove that directory"
     if owner.exists():
-        # A directory that was made before dtypes were recorded is taken as it is.
-        if changed := difference({**claim, **read_claim(owner)}, claim):
-            raise ConfigError(f"the features in {directory} are of another target or dtype ({changed}); {way_out}")
+        if changed := difference(read_claim(owner), claim):
+            raise ConfigError(f"the features in {directory} are not those of this run ({changed}); {way_out}")
         known = _known(sequences, way_out)
         if not np.array_equal(known, dataset.hashes[: len(known)]):
             raise ConfigError(

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels import lm_head as ops
+from dflash_jax.kernels.matmul.xla import mixed_products
 from dflash_jax.models.config import DraftConfig
+from dflash_jax.models.lm_head import target_head
 from dflash_jax.models.weights import TargetParams
-from dflash_jax.training.precision import mixed_products
 
 _CHUNK_LOGITS = 4 * 1024 * 1024
 
@@ -49,7 +51,7 @@ class HeadOutput:
 
 def head_matrix(target: TargetParams) -> Float[Array, "vocab hidden"]:
     """The target's LM head, a row per token."""
-    return target.embedding if target.lm_head is None else target.lm_head.T
+    return target_head(target).weight.out_in
 
 
 def all_rows(vocab_size: int) -> HeadRows:
@@ -59,9 +61,7 @@ def all_rows(vocab_size: int) -> HeadRows:
 
 def scale_logits(products: Float[Array, "*batch"], config: DraftConfig) -> Float[Array, "*batch"]:
     """Products of hidden states and head rows, scaled and capped as `head_logits` does."""
-    logits = products * config.output_multiplier
-    cap = config.final_logit_softcap
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    return ops.scale_logits(products, config.output_multiplier, config.final_logit_softcap)
 
 
 def head_loss(
