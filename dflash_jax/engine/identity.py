@@ -13,12 +13,11 @@ import hashlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, PyTree, UInt32
 
 from dflash_jax.engine.state import Models
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.matrix import Matrix, is_matrix
-from dflash_jax.models.weights import DraftParams, TargetParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +60,7 @@ def identify(models: Models) -> ModelsIdentity:
     return ModelsIdentity(target, _identify(models.draft, models.draft_config))
 
 
-def _identify(params: TargetParams | DraftParams, config: TargetConfig | DraftConfig) -> ModelIdentity:
+def _identify(params: PyTree, config: TargetConfig | DraftConfig) -> ModelIdentity:
     if isinstance(config, TargetConfig):
         kind = f"a {config.family} target"
     else:

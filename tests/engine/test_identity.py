@@ -142,13 +142,14 @@ def test_an_identity_is_of_content_not_of_layout():
 @pytest.mark.parametrize("change", ["swap two rows", "one bit", "dtype", "config"])
 def test_an_identity_notices_every_change(change):
     of = models(PAIR)
-    fc = of.draft.fc
-    if change == "swap two rows":
-        changed = of.replace(draft=of.draft.replace(fc=fc.at[jnp.array([0, 1])].set(fc[jnp.array([1, 0])])))
-    elif change == "one bit":
-        changed = of.replace(draft=of.draft.replace(fc=fc.at[5, 7].set(jnp.nextafter(fc[5, 7], jnp.inf))))
-    elif change == "dtype":
-        changed = of.replace(draft=of.draft.replace(fc=fc.astype(jnp.bfloat16)))
+    fc = of.draft.fc.value
+    values = {
+        "swap two rows": fc.at[jnp.array([0, 1])].set(fc[jnp.array([1, 0])]),
+        "one bit": fc.at[5, 7].set(jnp.nextafter(fc[5, 7], jnp.inf)),
+        "dtype": fc.astype(jnp.bfloat16),
+    }
+    if change in values:
+        changed = of.replace(draft=of.draft.replace(fc=of.draft.fc.replace(value=values[change])))
     else:
         changed = of.replace(draft_config=dataclasses.replace(of.draft_config, mask_token_id=3))
     assert identify(changed).draft != identify(of).draft

@@ -55,7 +55,11 @@ def test_an_answer_that_reaches_a_damaged_token_keeps_what_came_before(sampling,
 
 
 def test_a_head_with_a_damaged_row_is_noticed():
-    served = with_target(lambda target: target.replace(lm_head=target.lm_head.at[3, 9].set(jnp.inf)))
+    def change(target):
+        head = target.lm_head
+        return target.replace(lm_head=head.replace(value=head.value.at[3, 9].set(jnp.inf)))
+
+    served = with_target(change)
     completion = served.generate([prompts(PAIR)[1]], SAMPLING)[0]
     assert completion.finish_reason == "error" and "finite_logits" in completion.error
 
