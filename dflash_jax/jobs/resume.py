@@ -12,7 +12,7 @@ class Resumption:
     def __init__(self, engine: Engine):
         """Looks through an engine; one with no requests in it has nothing to claim."""
         self._engine = engine
-        self._open = {p.request.id: p.request for p in (*engine.host.running, *engine.host.waiting)}
+        self._open = {p.request.id: p.request for p in engine.host.in_flight}
 
     @property
     def unclaimed(self) -> tuple[str, ...]:

@@ -219,11 +219,11 @@ class Sabotaged(Engine):
     """An engine in which request case-1 loses the end of its draft context while it decodes."""
 
     def step(self):
-        for progress in self.host.running:
-            if progress.request.id == "case-1" and len(progress.emitted) > 8:
+        for sequence in self.host.running:
+            if sequence.id == "case-1" and len(sequence.output) > 8:
                 slots = self.state.slots
                 self.state = self.state.replace(
-                    slots=slots.replace(draft_len=slots.draft_len.at[progress.slot].add(-1))
+                    slots=slots.replace(draft_len=slots.draft_len.at[sequence.slot].add(-1))
                 )
         return super().step()
 

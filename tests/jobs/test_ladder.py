@@ -88,10 +88,10 @@ def test_random_prompts_have_no_special_tokens_and_a_fixed_seed(job):
 def test_a_request_that_fails_is_counted_and_fails_the_command(job, monkeypatch):
     class Sabotaged(Engine):
         def step(self):
-            for progress in self.host.running if self.k else ():
-                if progress.request.id == "1" and len(progress.emitted) > 4:
+            for sequence in self.host.running if self.k else ():
+                if sequence.id == "1" and len(sequence.output) > 4:
                     slots = self.state.slots
-                    lost = slots.draft_len.at[progress.slot].add(-1)
+                    lost = slots.draft_len.at[sequence.slot].add(-1)
                     self.state = self.state.replace(slots=slots.replace(draft_len=lost))
             return super().step()
 

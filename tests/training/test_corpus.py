@@ -50,8 +50,8 @@ def corpus(path, **changes):
 def abandon(engine, writing):
     """Ends the process that writes, as far as the engine and the file can tell."""
     writing.close()
-    for progress in (*engine.host.waiting, *engine.host.running):
-        engine.abort(progress.request.id)
+    for sequence in engine.host.in_flight:
+        engine.abort(sequence.id)
 
 
 def test_a_conversation_is_a_message_of_the_targets_and_its_answer(engine, tmp_path):
