@@ -88,7 +88,13 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
 
 def _check_structure(models: Models, host: HostState, device: EngineState) -> None:
     num_slots, slot_pages = device.slots.block_table.shape
-    size = host.pool.page_size
+    num_pages, size = device.target_pages.k.shape[1:3]
+    _require(
+        num_pages >= host.pool.num_pages and size == host.pool.page_size,
+        "state_structure",
+        f"the host counts {host.pool.num_pages} pages of {host.pool.page_size} tokens, "
+        f"the device has {num_pages} of {size}",
+    )
 
     def like(rows: int) -> EngineState:
         return jax.eval_shape(
@@ -96,7 +102,7 @@ def _check_structure(models: Models, host: HostState, device: EngineState) -> No
                 models,
                 rows=rows,
                 slots=num_slots,
-                num_pages=host.pool.num_pages,
+                num_pages=num_pages,
                 page_size=size,
                 max_model_len=slot_pages * size,
             )
