@@ -76,9 +76,8 @@ def gated_delta_block(
     inputs = conv_inputs[layer, jnp.maximum(idx_mapping, 0)]
     q, k, v = split_heads(convolved(qkv, conv_weight, inputs, live), states.shape[2:])
     g, beta = g.astype(jnp.float32), beta.astype(jnp.float32)
-    plan = Plan.of(k, states, layer)
-    out = _launch(_block, plan, jax.ShapeDtypeStruct(v.shape, jnp.float32), "gated_delta_block")(
-        q, k, _scaled(k, beta), v, jnp.exp(g), states, idx_mapping, count
+    out = _launch(_block, Plan.of(k, states), jax.ShapeDtypeStruct(v.shape, jnp.float32), "gated_delta_block")(
+        q, k, _scaled(k, beta), v, jnp.exp(g), *_of_all_layers(states, idx_mapping, layer), count
     )
     out = jnp.where(live[..., None, None], out, 0).astype(qkv.dtype)
     return out, Ingredients(qkv=qkv, k=k, v=v, g=g, beta=beta)
@@ -97,13 +96,14 @@ def fold_block(
 ]:
     """See `api.fold_block`."""
     count = live_counts(idx_mapping, accepted, block.g.shape[1])
-    table = jax.new_ref(states, memory_space=plgpu.GMEM)
-    _launch(_fold, Plan.of(block.k, states, layer), (), "gated_delta_fold")(
-        block.k, _scaled(block.k, block.beta), block.v, jnp.exp(block.g), idx_mapping, count, table
+    flat, slots = _of_all_layers(states, idx_mapping, layer)
+    table = jax.new_ref(flat, memory_space=plgpu.GMEM)
+    _launch(_fold, Plan.of(block.k, states), (), "gated_delta_fold")(
+        block.k, _scaled(block.k, block.beta), block.v, jnp.exp(block.g), slots, count, table
     )
     inputs = last_inputs(conv_inputs[layer, jnp.maximum(idx_mapping, 0)], block.qkv, count)
-    slots = jnp.where(idx_mapping >= 0, idx_mapping, states.shape[1])
-    return jax.freeze(table), conv_inputs.at[layer, slots].set(inputs, mode="drop")
+    written = jnp.where(idx_mapping >= 0, idx_mapping, states.shape[1])
+    return jax.freeze(table).reshape(states.shape), conv_inputs.at[layer, written].set(inputs, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,17 +111,16 @@ class Plan:
     """Static shape of one launch; `group` value heads share a key head."""
 
     rows: int
-    layer: int
     value_heads: int
     group: int
     key_dim: int
     value_dim: int
 
     @classmethod
-    def of(cls, k: Float[Array, "rows tokens key_heads key_dim"], states: Array, layer: int) -> Plan:
+    def of(cls, k: Float[Array, "rows tokens key_heads key_dim"], states: Array) -> Plan:
         """That of a layer's keys and all states."""
         value_heads, key_dim, value_dim = states.shape[2:]
-        return cls(k.shape[0], layer, value_heads, value_heads // k.shape[2], key_dim, value_dim)
+        return cls(k.shape[0], value_heads, value_heads // k.shape[2], key_dim, value_dim)
 
 
 def _launch(body, plan: Plan, out_type, name: str):
@@ -133,7 +132,7 @@ def _launch(body, plan: Plan, out_type, name: str):
     return pl.kernel(functools.partial(body, plan=plan), out_type=out_type, mesh=mesh, name=name)
 
 
-def _block(q, k, scaled_k, v, decay, states, idx_mapping, count, out, *, plan: Plan) -> None:
+def _block(q, k, scaled_k, v, decay, states, slots, count, out, *, plan: Plan) -> None:
     """Outputs of one row, head and part of the channels. Arguments as of `api.gated_delta_block`, behind the gates."""
     row, head, columns = _place()
 
@@ -142,11 +141,11 @@ def _block(q, k, scaled_k, v, decay, states, idx_mapping, count, out, *, plan: P
         out[row, token, head, columns] = _read(state, q, (row, token, lax.div(head, plan.group)))
         return state
 
-    state = _load(states, idx_mapping[row], head, columns, plan)
+    state = _load(states, slots[row], head, columns, plan)
     lax.fori_loop(0, count[row], step, state)
 
 
-def _fold(k, scaled_k, v, decay, idx_mapping, count, states, *, plan: Plan) -> None:
+def _fold(k, scaled_k, v, decay, slots, count, states, *, plan: Plan) -> None:
     """The state of one row, head and part of the channels. Arguments as of `api.fold_block`, behind the gates."""
     row, head, columns = _place()
 
@@ -155,10 +154,15 @@ def _fold(k, scaled_k, v, decay, idx_mapping, count, states, *, plan: Plan) -> N
 
     @pl.when(count[row] > 0)
     def _():
-        slot = idx_mapping[row]
+        slot = slots[row]
         state = lax.fori_loop(0, count[row], step, _load(states, slot, head, columns, plan))
         for i, numbers in enumerate(state):
-            states[plan.layer, slot, head, i, columns] = numbers
+            states[slot, head, i, columns] = numbers
+
+
+def _of_all_layers(states: Array, idx_mapping: Int[Array, " rows"], layer: int) -> tuple[Array, Array]:
+    """The states with layers and slots in one, and the rows' slots in it, so that all layers share one kernel."""
+    return states.reshape(-1, *states.shape[2:]), jnp.where(idx_mapping >= 0, layer * states.shape[1] + idx_mapping, -1)
 
 
 def _place():
@@ -169,7 +173,7 @@ def _place():
 def _load(states, slot, head, columns, plan: Plan) -> tuple[Array, ...]:
     """The rows of a state's columns; of slot 0 for an empty row, which has no token to meet it."""
     slot = jnp.maximum(slot, 0)
-    return tuple(_vector(states, (plan.layer, slot, head, i, columns)) for i in range(plan.key_dim))
+    return tuple(_vector(states, (slot, head, i, columns)) for i in range(plan.key_dim))
 
 
 def _vector(ref, index) -> Float[Array, " columns"]:
