@@ -438,6 +438,103 @@ _OF_GOLDEN_PAIRS = (
         _SITUATIONS + "test_a_prompt_that_ends_in_a_step_takes_no_part_in_its_round",
         r"violated|assert",
     ),
+    Mutant(
+        "read the state of the row instead of its slot's, in the gated delta rule's kernel on CPUs",
+        (("kernels/native/gated_delta.cc", "const int64_t slot = work.mapping[row];", "const int64_t slot = row;"),),
+        _KERNELS + "test_gated_delta.py::test_rows_find_their_slots_in_any_order[native]",
+        r"Mismatched elements|nan location mismatch",
+    ),
+    Mutant(
+        "leave out what does not fill a register, in the gated delta rule's kernel on CPUs",
+        (
+            (
+                "kernels/native/gated_delta.cc",
+                "if (const int64_t left = value_dim - column)",
+                "if (const int64_t left = 0)",
+            ),
+        ),
+        _KERNELS
+        + "test_gated_delta.py::test_a_block_is_the_same_bits_as_its_tokens_one_by_one[native-17 tokens 32x40 float32]",
+        r"Mismatched elements|nan location mismatch",
+    ),
+    Mutant(
+        "fold a block's rejected tokens in",
+        (
+            (
+                "kernels/gated_delta/xla.py",
+                "    state, _ = _run(start.state, block, count)\n",
+                "    state, _ = _run(start.state, block, jnp.full_like(count, block.g.shape[1]))\n",
+            ),
+        ),
+        _KERNELS + "test_gated_delta.py::test_rejected_tokens_are_exactly_the_identity[xla]",
+        r"Mismatched elements",
+    ),
+    Mutant(
+        "let a rejected token add zeros, which make 0 of -0",
+        (
+            (
+                "kernels/gated_delta/xla.py",
+                "    return jnp.where(live, kept + k[..., None] * difference[..., None, :], state)\n",
+                "    return kept + jnp.where(live, k[..., None] * difference[..., None, :], 0)\n",
+            ),
+            (
+                "kernels/gated_delta/xla.py",
+                "    kept = jnp.where(decay != 1, decay * state, state)\n",
+                "    kept = jnp.where(live, decay * state, state)\n",
+            ),
+        ),
+        _KERNELS + "test_gated_delta.py::test_rejected_tokens_are_exactly_the_identity[xla]",
+        r"Mismatched elements",
+    ),
+    Mutant(
+        "keep the convolution's inputs of rejected tokens",
+        (
+            (
+                "kernels/gated_delta/parts.py",
+                "    at = count[:, None] + jnp.arange(conv_inputs.shape[-1])\n",
+                "    at = jnp.full_like(count, qkv.shape[1])[:, None] + jnp.arange(conv_inputs.shape[-1])\n",
+            ),
+        ),
+        _KERNELS + "test_gated_delta.py::test_ragged_counts[xla-2]",
+        r"Mismatched elements|nan location mismatch",
+    ),
+    Mutant(
+        "write the state of an empty row to the last slot",
+        (
+            (
+                "kernels/gated_delta/parts.py",
+                "    slots = jnp.where(idx_mapping >= 0, idx_mapping, states.shape[1])\n",
+                "    slots = idx_mapping\n",
+            ),
+        ),
+        _KERNELS + "test_gated_delta.py::test_empty_rows_change_nothing[xla]",
+        r"Mismatched elements",
+    ),
+    Mutant(
+        "let a fused product decide how a value is rounded, in the block but not in its fold",
+        (
+            (
+                "kernels/gated_delta/xla.py",
+                "    kept = jnp.where(decay != 1, decay * state, state)\n",
+                "    kept = decay * state\n",
+            ),
+        ),
+        _KERNELS
+        + "test_gated_delta.py::test_a_block_is_the_same_bits_as_its_tokens_one_by_one[xla-17 tokens 32x40 float32]",
+        r"Arrays are not equal",
+    ),
+    Mutant(
+        "fold all tokens in, in the gated delta rule's kernel",
+        (
+            (
+                "kernels/gated_delta/mosaic_gpu.py",
+                "        state = lax.fori_loop(0, count[row], step, _load(states, slot, head, columns, plan))\n",
+                "        state = lax.fori_loop(0, k.shape[1], step, _load(states, slot, head, columns, plan))\n",
+            ),
+        ),
+        _KERNELS + "test_gated_delta_gpu.py::test_rejected_tokens_are_exactly_the_identity",
+        r"Mismatched elements",
+    ),
 )
 
 _SAMPLED = "tests/engine/test_sampled.py::"

@@ -19,21 +19,7 @@ constexpr int kTile = 8;    // sums at a time: what a core can have under way
 constexpr int kChunk = 64;  // keys of a step of the softmax
 constexpr float kNone = -1e30f;
 
-inline Lanes All(float value) { return value - Lanes{}; }  // - 0 changes no float and costs nothing, + 0 does
 inline Lanes Greater(Lanes x, Lanes y) { return x > y ? x : y; }
-
-// e^x for x <= 0, within two units in the last place; 0 gives 1. Below -87, where it is next to nothing, it is as there.
-inline Lanes Exp(Lanes x) {
-  x = x < All(-87.0f) ? All(-87.0f) : x;
-  const Lanes rounder = All(12582912.0f);  // 1.5 * 2^23: added and subtracted, leaves a whole number
-  const Lanes power = (x * 1.44269504f + rounder) - rounder;
-  Lanes rest = MultiplyAdd(power, All(-0.693359375f), x);
-  rest = MultiplyAdd(power, All(2.12194440e-4f), rest);
-  Lanes sum = All(1.0f / 5040);
-  for (float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = MultiplyAdd(sum, rest, All(term));
-  const Integers exponent = (__builtin_convertvector(power, Integers) + 127) << 23;
-  return sum * (Lanes)exponent;
-}
 
 // In a vector of these, the attributes of the type are kept.
 struct Vector {

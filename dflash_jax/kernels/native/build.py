@@ -22,10 +22,17 @@ import jax.numpy as jnp
 from dflash_jax.files import cache_directory, exposure, private_directory, read_private, replace_file
 from dflash_jax.kernels.dispatch import log_once
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("matmul.cc", "attention.cc", "pages.cc"))
+_NAMES = ("matmul.cc", "attention.cc", "gated_delta.cc", "pages.cc")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _HEADERS = (Path(__file__).with_name("cpu.h"),)
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
-_TARGETS = {"dflash_multiply": "DflashMultiply", "dflash_attend": "DflashAttend", "dflash_write": "DflashWrite"}
+_TARGETS = {
+    "dflash_multiply": "DflashMultiply",
+    "dflash_attend": "DflashAttend",
+    "dflash_delta_block": "DflashDeltaBlock",
+    "dflash_delta_fold": "DflashDeltaFold",
+    "dflash_write": "DflashWrite",
+}
 _PATIENCE = 120.0  # seconds for the compiler
 
 # XLA takes functions once, so that two threads must not both load them.
