@@ -6,11 +6,14 @@ import dataclasses
 from pathlib import Path
 from typing import cast
 
-from dflash_jax.checkpoints import aliases, orbax_io, safetensors_io
-from dflash_jax.checkpoints.gguf_io import gguf_target_config, gguf_target_tensors, open_gguf
+from dflash_jax.checkpoints import orbax_io, safetensors_io
+from dflash_jax.checkpoints.gguf_config import check_metadata, gguf_target_config, gguf_target_tensors
+from dflash_jax.checkpoints.gguf_io import open_gguf
 from dflash_jax.checkpoints.gguf_tokenizer import read_tokenizer
-from dflash_jax.checkpoints.hf_config import draft_config, read_fields, target_config
+from dflash_jax.checkpoints.hf_config import draft_config, target_config
+from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.checkpoints.sources import resolve
+from dflash_jax.checkpoints.table import named_tensors
 from dflash_jax.checkpoints.tensors import assemble
 from dflash_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from dflash_jax.errors import CheckpointError
@@ -52,6 +55,7 @@ def load_target(path: str | Path, dtype: str = "float32") -> LoadedTarget:
     source = resolve(path)
     if source.suffix == ".gguf":
         metadata, stored = open_gguf(source)
+        metadata = check_metadata(metadata, source)
         config = gguf_target_config(metadata, stored, source)
         params = assemble(config, gguf_target_tensors(stored, config), source, dtype)
         return LoadedTarget(config, cast(TargetParams, params), read_tokenizer(metadata, source), source)
@@ -59,7 +63,7 @@ def load_target(path: str | Path, dtype: str = "float32") -> LoadedTarget:
     if orbax_io.is_checkpoint(source):
         params = orbax_io.restore_arrays(source, config, dtype)
     else:
-        tensors = aliases.target_tensors(safetensors_io.open_directory(source))
+        tensors = named_tensors(config, safetensors_io.open_directory(source))
         params = assemble(config, tensors, source, dtype)
     return LoadedTarget(config, cast(TargetParams, params), load_tokenizer(source), source)
 
@@ -83,7 +87,7 @@ def load_draft(path: str | Path, dtype: str = "float32", mask_token_id: int | No
     if orbax_io.is_checkpoint(source):
         params = orbax_io.restore_arrays(source, config, dtype)
     else:
-        tensors = aliases.draft_tensors(safetensors_io.open_directory(source))
+        tensors = named_tensors(config, safetensors_io.open_directory(source))
         params = assemble(config, tensors, source, dtype)
     return LoadedDraft(config, cast(DraftParams, params), source)
 
@@ -91,11 +95,11 @@ def load_draft(path: str | Path, dtype: str = "float32", mask_token_id: int | No
 def read_target_config(directory: Path) -> TargetConfig:
     """A target's config from its directory's `config.json` and `generation_config.json`."""
     file, generation = directory / "config.json", directory / "generation_config.json"
-    fields = read_fields(generation) if generation.is_file() else None
-    return target_config(read_fields(file), fields, str(file))
+    fields = read_object(generation) if generation.is_file() else None
+    return target_config(read_object(file), fields, str(file))
 
 
 def read_draft_config(directory: Path, mask_token_id: int | None = None) -> DraftConfig:
     """A draft's config from its directory's `config.json`."""
     file = directory / "config.json"
-    return draft_config(read_fields(file), mask_token_id, str(file))
+    return draft_config(read_object(file), mask_token_id, str(file))
