@@ -37,6 +37,11 @@ class Leaf:
     path: str = ""
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it is the weight of a Linear that activations are multiplied by; experts are multiplied in groups."""
+        return self.transposed and not self.experts
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Every tensor the array is made of."""
         if not self.experts:
