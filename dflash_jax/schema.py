@@ -26,6 +26,7 @@ _PHRASES = {
     "model_type": "an object",
     "greater_than": "above {gt}",
     "greater_than_equal": "{ge} or more",
+    "less_than": "below {lt}",
     "less_than_equal": "{le} or less",
     "literal_error": "{expected}",
     "too_long": "a list of at most {max_length}",
@@ -94,5 +95,8 @@ def check(
         if first["type"] == "value_error":
             reason = str(first["ctx"]["error"])
         else:
-            reason = f"it must be {_PHRASES[first['type']].format(**first.get('ctx', {}))}"
+            bounds = first.get("ctx", {}).items()
+            phrase = _PHRASES.get(first["type"], "something else: {message}")
+            shown = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in bounds}
+            reason = f"it must be {phrase.format(**shown, message=first['msg'])}"
         raise error(f"{place} in {source} is {quote(first['input'])}, but {reason}") from None

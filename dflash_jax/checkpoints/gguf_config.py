@@ -88,18 +88,21 @@ def gguf_family(metadata: Mapping[str, Any], file: Path) -> tuple[Family, Gguf]:
     return family, family.gguf
 
 
-def gguf_target_config(metadata: Mapping[str, Any], tensors: Tensors, file: Path) -> TargetConfig:
+def gguf_target_config(
+    metadata: Mapping[str, Any], tensors: Tensors, file: Path, *, rope_scaling: Mapping[str, Any] | None = None
+) -> TargetConfig:
     """The target in a GGUF file.
 
     Args:
       metadata: as `check_metadata` gives it.
       tensors: its tensors by GGUF name, which say what the metadata does not.
       file: for messages.
+      rope_scaling: the user's, in place of the file's.
 
     Raises:
       CheckpointError, ConfigError: not one that this package can run.
     """
-    return target_config(gguf_fields(metadata, tensors, file), source=str(file))
+    return target_config(gguf_fields(metadata, tensors, file), source=str(file), rope_scaling=rope_scaling)
 
 
 def gguf_fields(metadata: Mapping[str, Any], tensors: Tensors, file: Path) -> dict[str, Any]:

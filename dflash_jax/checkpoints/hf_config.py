@@ -11,6 +11,7 @@ from typing import Any
 from dflash_jax.checkpoints.table import Config
 from dflash_jax.errors import ConfigError, quote
 from dflash_jax.families import FAMILIES, drafts, targets_by_architecture
+from dflash_jax.families.rope import with_scaling
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.schema import Schema, TokenIds, check
 
@@ -46,13 +47,20 @@ def is_draft(fields: Fields, source: str) -> bool:
     return architecture(fields, source) in drafts.ARCHITECTURES
 
 
-def target_config(fields: Fields, generation: Fields | None = None, source: str = "config.json") -> TargetConfig:
+def target_config(
+    fields: Fields,
+    generation: Fields | None = None,
+    source: str = "config.json",
+    *,
+    rope_scaling: Fields | None = None,
+) -> TargetConfig:
     """A target's config.
 
     Args:
       fields: contents of `config.json`.
       generation: contents of `generation_config.json`, if there is one; its end tokens come first.
       source: where the fields are from, for messages.
+      rope_scaling: the user's, in place of the config's.
 
     Raises:
       ConfigError: a draft's or unknown architecture, or a field that is missing, out of range or not supported.
@@ -61,19 +69,35 @@ def target_config(fields: Fields, generation: Fields | None = None, source: str 
     if name not in families:
         raise ConfigError(f"{source} is of a draft ({name}), but a target must be one of {', '.join(families)}")
     first = check(_Generation, generation or {}, f"the generation_config.json beside {source}").eos_token_id
+    text = _of_text(fields, source)
+    if rope_scaling is not None:
+        text = with_scaling(text, rope_scaling)
     with _naming(source):
-        config = families[name].read(_of_text(fields, source), source)
+        config = families[name].read(text, source)
     ids = tuple(dict.fromkeys((*first, *config.eos_token_ids)))
     return _in_vocabulary(dataclasses.replace(config, eos_token_ids=ids), source)
 
 
-def draft_config(fields: Fields, mask_token_id: int | None = None, source: str = "config.json") -> DraftConfig:
+def names_end_tokens(fields: Fields, generation: Fields | None, source: str) -> bool:
+    """Whether a target's `config.json` or `generation_config.json` says which tokens end a text."""
+    either = (_of_text(fields, source), generation or {})
+    return any(check(_Generation, found, source).eos_token_id for found in either)
+
+
+def draft_config(
+    fields: Fields,
+    mask_token_id: int | None = None,
+    source: str = "config.json",
+    *,
+    rope_scaling: Fields | None = None,
+) -> DraftConfig:
     """A draft's config.
 
     Args:
       fields: contents of `config.json`; options in its `dflash_config` win over the top level.
       mask_token_id: the user's, in place of the config's.
       source: where the fields are from, for messages.
+      rope_scaling: the user's, in place of the config's.
 
     Raises:
       ConfigError: a target's or unknown architecture, or a field that is missing, out of range or not supported.
@@ -82,6 +106,8 @@ def draft_config(fields: Fields, mask_token_id: int | None = None, source: str =
     if name not in drafts.ARCHITECTURES:
         known = ", ".join(drafts.ARCHITECTURES)
         raise ConfigError(f"{source} is of a target ({name}), but a draft must be one of {known}")
+    if rope_scaling is not None:
+        fields = with_scaling(fields, rope_scaling)
     with _naming(source):
         return drafts.read(fields, drafts.ARCHITECTURES[name], mask_token_id, source)
 

@@ -96,9 +96,9 @@ def tensors(config: TargetConfig, stored: Tensors) -> dict[str, StoredTensor]:
 
 
 class _Keys(Schema):
-    expert_count: int
-    expert_used_count: int
-    expert_feed_forward_length: int
+    expert_count: Experts
+    expert_used_count: Experts
+    expert_feed_forward_length: Width
 
 
 def read_gguf(file: GgufFile) -> Fields:
