@@ -22,13 +22,13 @@ class RopeScaling(Section):
     """
 
     rope_type: Literal["default", "linear", "llama3", "yarn"]
-    factor: float | None = Field(default=None, gt=0, le=1e6)
+    factor: float | None = Field(default=None, ge=1e-6, le=1e6)
     original_max_position_embeddings: int | None = Field(default=None, ge=1, lt=2**31)
-    low_freq_factor: float | None = Field(default=None, gt=0, le=1e6)
-    high_freq_factor: float | None = Field(default=None, gt=0, le=1e6)
-    beta_fast: float | None = Field(default=None, gt=0, le=1e6)
-    beta_slow: float | None = Field(default=None, gt=0, le=1e6)
-    attention_factor: float | None = Field(default=None, gt=0, le=1e6)
+    low_freq_factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    high_freq_factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    beta_fast: float | None = Field(default=None, ge=1e-6, le=1e6)
+    beta_slow: float | None = Field(default=None, ge=1e-6, le=1e6)
+    attention_factor: float | None = Field(default=None, ge=1e-6, le=1e6)
     rope_theta: float | None = Field(default=None, gt=1, le=1e12)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from dflash_jax.errors import ConfigError, quote
 from dflash_jax.models.config import RopeConfig
@@ -17,7 +17,7 @@ from dflash_jax.schema import Schema, check
 
 Theta = Annotated[float, Field(gt=1.0, le=1e12)]
 """Base of the wavelengths; at 1 they would all be one."""
-Factor = Annotated[float, Field(gt=0.0, le=1e6)]
+Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 """How far something is stretched, or a bound of a band."""
 OriginalContext = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """Context length before stretching."""
@@ -26,6 +26,14 @@ _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _KINDS = ("default", "linear", "llama3", "yarn")
 # A config.json may have these beside its RoPE settings or among them.
 _EITHER = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+
+
+def _zero_is_none(value: Any) -> Any:
+    return None if type(value) in (int, float) and value == 0 else value
+
+
+_Optional = Annotated[Factor | None, BeforeValidator(_zero_is_none)]
+"""transformers takes 0 for absent in these."""
 
 
 class _RopeFields(Schema):
@@ -37,12 +45,11 @@ class _RopeFields(Schema):
     original_max_position_embeddings: OriginalContext | None = None
     low_freq_factor: Factor | None = None
     high_freq_factor: Factor | None = None
-    # 0 means the default.
-    beta_fast: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
-    beta_slow: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    beta_fast: _Optional = None
+    beta_slow: _Optional = None
     attention_factor: Factor | None = None
-    mscale: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
-    mscale_all_dim: Annotated[float, Field(ge=0.0, le=1e6)] | None = None
+    mscale: _Optional = None
+    mscale_all_dim: _Optional = None
     truncate: bool | None = None
 
 
@@ -124,8 +131,8 @@ def _read_yarn(rope: _RopeFields, theta: float, original: int, max_position: int
         kind="yarn",
         factor=factor,
         original_max_position=original,
-        beta_fast=rope.beta_fast or 32.0,
-        beta_slow=rope.beta_slow or 1.0,
+        beta_fast=32.0 if rope.beta_fast is None else rope.beta_fast,
+        beta_slow=1.0 if rope.beta_slow is None else rope.beta_slow,
         attention_factor=attention_factor,
     )
 

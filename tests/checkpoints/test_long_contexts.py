@@ -18,8 +18,8 @@ from tests.checkpoints.test_gguf import BASE, write_gguf
 from tests.checkpoints.test_hf_config import target_fields
 
 
-def limit(scaling, **more):
-    return target_config(target_fields(max_position_embeddings=1000, rope_scaling=scaling, **more)).max_position
+def limit(scaling, known=1000):
+    return target_config(target_fields(max_position_embeddings=known, rope_scaling=scaling)).max_position
 
 
 def test_the_limit_of_a_stretched_config_is_the_stretched_one():
@@ -37,7 +37,7 @@ def test_a_config_that_was_stretched_already_keeps_its_limit():
 
 
 def test_a_stretched_context_fits_positions():
-    assert limit({"type": "linear", "factor": 1e6}, max_position_embeddings=2**31 - 1) == 2**31 - 1
+    assert limit({"type": "linear", "factor": 1e6}, known=2**31 - 1) == 2**31 - 1
 
 
 @pytest.mark.parametrize("factor", [2.0, 3.3, 8.0, 1.0001])

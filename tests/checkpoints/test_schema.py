@@ -83,10 +83,10 @@ TARGET = [
     ({"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention", "an object"),
     ({"rope_parameters": {"rope_theta": -5}}, "rope_parameters.rope_theta", "above 1"),
     (yarn(original_max_position_embeddings=0), "rope_scaling.original_max_position_embeddings", "1 or more"),
-    (yarn(factor=0), "rope_scaling.factor", "above 0"),
+    (yarn(factor=0), "rope_scaling.factor", "1e-06 or more"),
     (yarn(factor=float("nan")), "rope_scaling.factor", "a finite number"),
     (yarn(factor="4"), "rope_scaling.factor", "a finite number"),
-    (yarn(attention_factor=-1), "rope_scaling.attention_factor", "above 0"),
+    (yarn(attention_factor=-1), "rope_scaling.attention_factor", "1e-06 or more"),
     (yarn(beta_fast="32"), "rope_scaling.beta_fast", "a finite number"),
     (yarn(rope_type=["yarn"]), "rope_scaling.rope_type", "a string"),
     (
