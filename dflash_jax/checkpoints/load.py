@@ -18,6 +18,7 @@ from dflash_jax.checkpoints.sources import resolve
 from dflash_jax.checkpoints.table import named_tensors
 from dflash_jax.checkpoints.tensors import assemble
 from dflash_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer
+from dflash_jax.checkpoints.tokenizer_config import check_tokenizer_config
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.weights import DraftParams, TargetParams
@@ -72,6 +73,7 @@ def load_target(
     else:
         tensors = named_tensors(config, safetensors_io.open_directory(source))
         params = assemble(config, tensors, source, dtype)
+    check_tokenizer_config(source)
     tokenizer = load_tokenizer(source)
     return LoadedTarget(_with_end(config, tokenizer, source), cast(TargetParams, params), tokenizer, source)
 

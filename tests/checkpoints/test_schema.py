@@ -196,6 +196,25 @@ def test_generation_config_out_of_its_schema_is_refused(copy):
     assert "generation_config.json" in message
 
 
+@pytest.mark.parametrize(
+    ("fields", "right"),
+    [
+        ({"eos_token": 3}, "a string, or an object"),
+        ({"bos_token": {"content": None}}, "a string, or an object"),
+        ({"chat_template": 5}, "a list of named templates"),
+        ({"chat_template": [{"name": "default"}]}, "'name' and 'template'"),
+        ({"add_bos_token": "no"}, "true or false"),
+        ({"tokenizer_class": ["x"]}, "a string"),
+    ],
+    ids=str,
+)
+def test_tokenizer_config_out_of_its_schema_is_refused(copy, fields, right):
+    directory = change(copy("recall-target"), "tokenizer_config.json", **fields)
+    message = refusal(load_target, directory)
+    for part in (next(iter(fields)), str(directory / "tokenizer_config.json"), right):
+        assert part in message
+
+
 def test_integers_are_numbers_and_null_is_the_default(copy):
     directory = copy("recall-target")
     plain = load_target(directory).config
@@ -203,7 +222,7 @@ def test_integers_are_numbers_and_null_is_the_default(copy):
     assert load_target(change(directory, **fields, attention_bias=None, tie_word_embeddings=None)).config == plain
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
