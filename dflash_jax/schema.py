@@ -48,6 +48,8 @@ Epsilon = Annotated[float, Field(ge=1e-30, le=1.0)]
 """What is added to a variance."""
 Scale = Annotated[float, Field(gt=0.0, le=1e9)]
 """A factor."""
+Names = Annotated[list[str], Field(fail_fast=True)]
+"""Strings. Of a list the first wrong entry is told; a million of them would be no help."""
 
 
 def _listed(value: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from dflash_jax.errors import CheckpointError, quote
 from dflash_jax.families import FAMILIES, Family, Gguf, GgufFile, StoredTensor, targets_by_gguf
 from dflash_jax.families.leaf import Tensors
 from dflash_jax.models.config import TargetConfig
-from dflash_jax.schema import Schema, check
+from dflash_jax.schema import Names, Schema, check
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,6 @@ _ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|
 # gguf.TokenType.CONTROL
 _CONTROL = 3
 
-_Strings = Annotated[list[str], Field(fail_fast=True)]
 _Integers = Annotated[list[int], Field(fail_fast=True)]
 _Numbers = Annotated[list[float], Field(fail_fast=True)]
 
@@ -39,8 +38,8 @@ class _Keys(Schema):
     chat_template: str | None = Field(default=None, alias="tokenizer.chat_template")
     model: str | None = Field(default=None, alias="tokenizer.ggml.model")
     pre: str | None = Field(default=None, alias="tokenizer.ggml.pre")
-    tokens: _Strings | None = Field(default=None, alias="tokenizer.ggml.tokens")
-    merges: _Strings | None = Field(default=None, alias="tokenizer.ggml.merges")
+    tokens: Names | None = Field(default=None, alias="tokenizer.ggml.tokens")
+    merges: Names | None = Field(default=None, alias="tokenizer.ggml.merges")
     scores: _Numbers | None = Field(default=None, alias="tokenizer.ggml.scores")
     token_type: _Integers | None = Field(default=None, alias="tokenizer.ggml.token_type")
     add_bos_token: bool | None = Field(default=None, alias="tokenizer.ggml.add_bos_token")

@@ -13,7 +13,7 @@ from dflash_jax.errors import ConfigError, quote
 from dflash_jax.families import FAMILIES, drafts, targets_by_architecture
 from dflash_jax.families.rope import with_scaling
 from dflash_jax.models.config import DraftConfig, TargetConfig
-from dflash_jax.schema import Schema, TokenIds, check
+from dflash_jax.schema import Names, Schema, TokenIds, check
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ Fields = Mapping[str, Any]
 
 
 class _Named(Schema):
-    architectures: list[str] | None = None
+    architectures: Names | None = None
     text_config: dict[str, Any] | None = None
 
 

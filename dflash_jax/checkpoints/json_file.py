@@ -8,7 +8,8 @@ from typing import Any
 
 from dflash_jax.errors import CheckpointError, quote
 
-_LONGEST = 64 * 2**20
+# A config.json has a few thousand bytes; Python's objects take up to twenty times the file.
+_LONGEST = 16 * 2**20
 
 
 def read_object(file: Path, *, longest: int = _LONGEST) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class _Options(Schema):
 
     block_size: Annotated[int, Field(ge=2, le=4096)] | None = None
     mask_token_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    target_layer_ids: Annotated[list[LayerIndex], Field(max_length=1024)] | None = None
+    target_layer_ids: Annotated[list[LayerIndex], Field(max_length=1024, fail_fast=True)] | None = None
     is_causal: bool | None = None
     input_embedding_scale: Scale | None = None
     output_multiplier: Scale | None = None

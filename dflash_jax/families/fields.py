@@ -8,7 +8,7 @@ from dflash_jax.errors import ConfigError, quote
 from dflash_jax.families.family import Fields
 from dflash_jax.families.rope import longest_context, read_rope, unstretched_context, write_rope
 from dflash_jax.models.config import LayerConfig, TargetConfig, TransformerConfig
-from dflash_jax.schema import Epsilon, Heads, Layers, Positions, Schema, TokenIds, VocabSize, Width
+from dflash_jax.schema import Epsilon, Heads, Layers, Names, Positions, Schema, TokenIds, VocabSize, Width
 
 
 class TransformerFields(Schema):
@@ -95,7 +95,7 @@ class WindowFields(Schema):
     sliding_window: Positions | None = 4096
     use_sliding_window: bool | None = None
     max_window_layers: Positions = 28
-    layer_types: list[str] | None = None
+    layer_types: Names | None = None
 
     def kinds(self, depth: int, source: str) -> list[str]:
         """The type of each layer: `layer_types`, or the first `max_window_layers` full and the rest sliding."""

@@ -32,7 +32,7 @@ class Qwen3MoeFields(shared.TargetFields):
     moe_intermediate_size: Width = 768
     norm_topk_prob: bool | None = False
     decoder_sparse_step: Layers = 1
-    mlp_only_layers: list[LayerIndex] | None = None
+    mlp_only_layers: Annotated[list[LayerIndex], Field(fail_fast=True)] | None = None
 
     def moe(self, source: str) -> MoeConfig:
         """The mixture of experts of a layer that has one."""

@@ -6,9 +6,10 @@ import sys
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from transformers import CONFIG_MAPPING
 
 from dflash_jax.checkpoints import describe, load_target, save_target
-from dflash_jax.checkpoints.hf_config import config_fields
+from dflash_jax.checkpoints.hf_config import config_fields, target_config
 from dflash_jax.checkpoints.table import param_at, table
 from dflash_jax.engine import Engine, EngineConfig, SamplingParams
 from dflash_jax.engine.state import Models
@@ -103,6 +104,14 @@ def test_every_family_says_the_table_and_config_of_its_own(models):
         assert written["architectures"] == [family.architectures[0]]
         assert family.read(written, "config.json") == config
         assert len({leaf.path for leaf in table(config)}) == len(table(config))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "toy"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(name):
+    fields = json.loads(CONFIG_MAPPING[name]().to_json_string(use_diff=False))
+    fields["architectures"] = [FAMILIES[name].architectures[0]]
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    assert target_config({field: fields[field] for field in ("architectures", *sizes)}) == target_config(fields)
 
 
 def test_families_know_nothing_of_checkpoints():
