@@ -130,8 +130,8 @@ def config_fields(config: Config, dtype: str = "float32") -> dict[str, Any]:
 
 def _of_text(fields: Fields, source: str) -> Fields:
     """The fields of the text model: a checkpoint that sees or hears too has them in `text_config`."""
-    nested = check(_Named, fields, source).text_config
-    return fields if nested is None else {**fields, **nested}
+    nested = check(_Named, fields, source).text_config or {}
+    return {**fields, **{name: value for name, value in nested.items() if value is not None or name not in fields}}
 
 
 def _in_vocabulary(config: TargetConfig, source: str) -> TargetConfig:

@@ -50,8 +50,9 @@ def published(models, toy, tmp_path):
     directory = tmp_path / "toy"
     directory.mkdir()
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, directory / "model.safetensors")
-    text = {**config_fields(toy), "architectures": ["ToyTextModel"]}
-    fields = {"architectures": ["ToyForConditionalGeneration"], "text_config": text, "vision_config": {"depth": 2}}
+    text = {**config_fields(toy), "architectures": ["ToyTextModel"], "eos_token_id": None}
+    whole = {"architectures": ["ToyForConditionalGeneration"], "eos_token_id": list(toy.eos_token_ids)}
+    fields = {**whole, "text_config": text, "vision_config": {"depth": 2}}
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
 
