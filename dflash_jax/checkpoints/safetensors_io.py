@@ -9,8 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from dflash_jax.checkpoints.tensors import HostArray, StoredTensor
 from dflash_jax.errors import CheckpointError
+from dflash_jax.families.leaf import HostArray, StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

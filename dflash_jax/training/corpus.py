@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Engine, EngineConfig, Models
-from dflash_jax.engine.config import TargetSource
+from dflash_jax.engine.config import TargetSource, scaling_fields
 from dflash_jax.engine.engine import Prompt
 from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.files import sole_writer
@@ -92,7 +92,8 @@ def writing_engine(config: CorpusConfig) -> Engine:
     Raises:
       ConfigError, CheckpointError: the target cannot be loaded.
     """
-    target = load_target(config.target.path, config.engine.dtype)
+    scaling = scaling_fields(config.target.rope_scaling)
+    target = load_target(config.target.path, config.engine.dtype, rope_scaling=scaling)
     models = Models(rounded(target.params, config.dtype), target.config)
     return Engine(models, config.engine, tokenizer=target.tokenizer)
 
