@@ -20,16 +20,18 @@ import numpy as np
 
 from dflash_jax.models.config import LayerConfig, RopeConfig, TargetConfig
 from dflash_jax.models.weights import TargetParams
-from dflash_jax.training.anchors import sample_anchors
-from dflash_jax.training.batch import Batch, Vocabulary
 from dflash_jax.training.config import DraftSection, InitSection, LossSection, OptimiserSection
-from dflash_jax.training.forward import block_hidden
-from dflash_jax.training.init import fresh_config, fresh_params
+from dflash_jax.training.data.batch import Batch
+from dflash_jax.training.drafts.init import fresh_params
+from dflash_jax.training.drafts.start import fresh_config
+from dflash_jax.training.objective.anchors import sample_anchors
+from dflash_jax.training.objective.forward import block_hidden
+from dflash_jax.training.objective.sampled_softmax import plan_rows
+from dflash_jax.training.objective.shared_weights import Vocabulary
 from dflash_jax.training.optimiser import make_optimiser
 from dflash_jax.training.precision import in_precision
-from dflash_jax.training.rows import plan_rows
-from dflash_jax.training.state import initial_state
-from dflash_jax.training.step import make_train_step
+from dflash_jax.training.run.state import initial_state
+from dflash_jax.training.run.step import make_train_step
 
 SMOLLM2 = TargetConfig(
     vocab_size=49152,

@@ -141,7 +141,7 @@ def data_generate(
     """Let the target write conversations. Run again, it writes only what is missing."""
     from dflash_jax.jobs.compile_cache import enable_compile_cache
     from dflash_jax.progress import Bar
-    from dflash_jax.training.corpus import CorpusConfig, generate_corpus, writing_engine
+    from dflash_jax.training.corpora.writer import CorpusConfig, generate_corpus, writing_engine
 
     corpus = _read(CorpusConfig, config, set_)
     enable_compile_cache()
@@ -163,7 +163,7 @@ def data_pack(
     directory: Annotated[str, typer.Argument(help="Where the shards go.")],
 ) -> None:
     """Write corpora as shards that training reads, without repetitions."""
-    from dflash_jax.training.packing import pack_corpus
+    from dflash_jax.training.corpora.packing import pack_corpus
 
     conversations, tokens = pack_corpus(corpora, directory)
     print(f"{conversations} conversations, {tokens} tokens, in {directory}")
@@ -177,7 +177,7 @@ def data_shortlist(
 ) -> None:
     """Write the most frequent tokens of sequences, for `draft.shortlist`."""
     from dflash_jax.checkpoints.shortlist import write_shortlist
-    from dflash_jax.training.dataset import most_frequent
+    from dflash_jax.training.data.dataset import most_frequent
 
     found, share = most_frequent(directory, tokens)
     write_shortlist(file, found)
@@ -193,7 +193,7 @@ def data_features(
     from dflash_jax.jobs.compile_cache import enable_compile_cache
     from dflash_jax.progress import Bar
     from dflash_jax.training import TrainConfig
-    from dflash_jax.training.setup import build_features
+    from dflash_jax.training.run.setup import build_features
 
     run = _read(TrainConfig, config, set_)
     enable_compile_cache()

@@ -84,7 +84,7 @@ class InitSection(Section):
 
 
 class RuleSection(Section):
-    """Sequences of the recall rule, for a target that has no text; see `dflash_jax.training.rule`.
+    """Sequences of the recall rule, for a target that has no text; see `dflash_jax.training.pretraining.recall_rule`.
 
     Attributes:
       sequences: how many.

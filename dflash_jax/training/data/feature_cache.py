@@ -1,0 +1,150 @@
+"""Features on disk, in bfloat16: computed once, read by every epoch and every run over the same data.
+
+A directory holds, for one target and one list of sequences, a file of hidden states per layer (all tokens of
+all sequences, one after the other), a byte per sequence that says whether its states are there, and
+`sequences.npy` with the hash of each. More sequences may follow later; those there must stay.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, UInt64
+
+from dflash_jax.errors import ConfigError
+from dflash_jax.files import replace_array
+from dflash_jax.training.config import Dtype
+from dflash_jax.training.data.dataset import Dataset
+from dflash_jax.training.data.features import FeatureExtractor
+from dflash_jax.training.manifest import difference, read_claim, write_claim
+
+
+class Features:
+    """The features of a dataset's sequences, computed when they are first asked for.
+
+    Args:
+      dataset: the sequences.
+      extractor: computes what is not there.
+      layers: target layers, in the draft's order.
+    """
+
+    def __init__(self, dataset: Dataset, extractor: FeatureExtractor, layers: tuple[int, ...]):
+        self._dataset, self._extractor, self._layers = dataset, extractor, layers
+
+    def read(self, index: int) -> Float[np.ndarray, "tokens features"]:
+        """Features of one sequence."""
+        return self._extractor(self._dataset.sequence(index).tokens, self._layers)
+
+
+class CachedFeatures(Features):
+    """The same, kept in a directory.
+
+    Args:
+      dataset, extractor, layers: see `Features`.
+      directory: of the cache; made if it is not there.
+      target: fingerprint of the target.
+      dtype: of the factors of the target's matrix products.
+      hidden: channels of a hidden state.
+      limit_gb: largest size that the directory may come to.
+
+    Raises:
+      ConfigError: the directory belongs to another target, other data or another dtype, or the features do not fit.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        extractor: FeatureExtractor,
+        layers: tuple[int, ...],
+        *,
+        directory: Path,
+        target: str,
+        dtype: Dtype,
+        hidden: int,
+        limit_gb: float,
+    ):
+        super().__init__(dataset, extractor, layers)
+        ends = np.cumsum(dataset.lengths)
+        self._starts, tokens = ends - dataset.lengths, int(ends[-1])
+        needed = len(set(layers)) * tokens * hidden * 2 / 1e9
+        if needed > limit_gb:
+            raise ConfigError(
+                f"features of {tokens} tokens at {len(set(layers))} layers take {needed:.1f} GB, more than "
+                f"data.features_gb allows ({limit_gb:g}); raise it, listen to fewer layers, or leave data.features "
+                "out to compute them again every time"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        _check_owner(directory, {"target": target, "dtype": dtype}, dataset)
+        self._states = {
+            layer: _grow(directory / f"layer-{layer}.bfloat16", (tokens, hidden), ml_dtypes.bfloat16)
+            for layer in layers
+        }
+        self._there = {
+            layer: _grow(directory / f"layer-{layer}.done", (len(dataset.lengths),), np.uint8) for layer in layers
+        }
+
+    def read(self, index: int) -> Float[np.ndarray, "tokens features"]:
+        """Features of one sequence, bfloat16."""
+        start, length = self._starts[index], self._dataset.lengths[index]
+        missing = tuple(layer for layer in sorted(self._states) if not self._there[layer][index])
+        if missing:
+            computed = self._extractor(self._dataset.sequence(index).tokens, missing)
+            for layer, states in zip(missing, np.split(computed, len(missing), axis=-1), strict=True):
+                _store(self._states[layer], int(start), states)
+                _store(self._there[layer], index, np.ones(1))
+        return np.concatenate([self._states[layer][start : start + length] for layer in self._layers], axis=-1)
+
+
+def _check_owner(directory: Path, claim: dict[str, str], dataset: Dataset) -> None:
+    owner, sequences = directory / "target.json", directory / "sequences.npy"
+    way_out = "give another data.features, or remove that directory"
+    if owner.exists():
+        # A directory that was made before dtypes were recorded is taken as it is.
+        if changed := difference({**claim, **read_claim(owner)}, claim):
+            raise ConfigError(f"the features in {directory} are of another target or dtype ({changed}); {way_out}")
+        known = _known(sequences, way_out)
+        if not np.array_equal(known, dataset.hashes[: len(known)]):
+            raise ConfigError(
+                f"the features in {directory} are of other sequences than those of data.path; sequences may be added "
+                f"after the old ones, but not changed: {way_out}"
+            )
+        if len(known) == len(dataset.hashes):
+            return
+    elif any(directory.glob("layer-*")):
+        raise ConfigError(f"the features in {directory} have no {owner.name} to say what they are of; {way_out}")
+    replace_array(sequences, dataset.hashes)
+    write_claim(owner, claim)
+
+
+def _known(sequences: Path, way_out: str) -> UInt64[np.ndarray, " sequences"]:
+    try:
+        return np.load(sequences)
+    except (OSError, ValueError, EOFError) as error:
+        raise ConfigError(f"{sequences} is damaged ({error}); {way_out}") from None
+
+
+def _store(mapped: np.memmap, start: int, values: np.ndarray) -> None:
+    """Sets `mapped[start:]` to the values."""
+    assert mapped.filename is not None
+    write_at(Path(mapped.filename), start * mapped.strides[0], values.astype(mapped.dtype).tobytes())
+
+
+def write_at(file: Path, offset: int, content: bytes) -> None:
+    """Writes into a file. Where the disk is full, this raises OSError; mapped memory would end the process.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    with file.open("r+b", buffering=0) as stream:
+        stream.seek(offset)
+        while content:
+            content = content[stream.write(content) :]
+
+
+def _grow(file: Path, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.memmap:
+    """A file of zeros, or what an earlier, shorter one holds followed by zeros. Zeros take no disk."""
+    with file.open("ab") as stream:
+        stream.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return np.memmap(file, dtype, "r+", shape=shape)

@@ -1,0 +1,170 @@
+"""A run's directory: what it was started with, its checkpoints, and the draft it exports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Float
+
+from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.files import replace_array
+from dflash_jax.training.config import CheckpointSection, TrainConfig
+from dflash_jax.training.manifest import difference, flatten, read_claim, write_claim
+from dflash_jax.training.run.state import TrainState
+
+# What may differ between a run and its resumption, because no weight depends on it: what the target and the
+# sequences were made from is in their fingerprints.
+_FREE = ("output", "log_every", "checkpoint", "evaluation", "pretrain")
+_FREE_DATA = ("data.path", "data.rule", "data.features")
+# What the other settings were before they existed.
+_DEFAULTS = {"target": "", "output": ".", "draft": {}, "data": {"path": "."}, "optimiser": {"steps": 1}}
+
+# What a run is of beside its config; see `setup.facts_of`.
+_FACTS = ("target fingerprint", "data fingerprint", "draft fingerprint", "features in bfloat16")
+
+
+class RunStore:
+    """The files of one run.
+
+    Args:
+      directory: `output` of its config.
+      section: how often and how many checkpoints.
+    """
+
+    def __init__(self, directory: Path, section: CheckpointSection):
+        self.directory = directory.absolute()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(max_to_keep=section.keep, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(self.directory / "checkpoints", options=options)
+        self._claim, self._scale = self.directory / "run.json", self.directory / "feature_scale.npy"
+
+    @property
+    def metrics(self) -> Path:
+        """The run's metrics, a JSON object per line."""
+        return self.directory / "metrics.jsonl"
+
+    def latest_step(self) -> int | None:
+        """Step of the newest checkpoint; None if there is none."""
+        return self._manager.latest_step()
+
+    def claim(self, config: TrainConfig, facts: Mapping[str, Any]) -> None:
+        """Records what the run is, or checks that it is what was recorded.
+
+        Args:
+          config: the run's config.
+          facts: fingerprints of what the config names.
+
+        Raises:
+          ConfigError: the directory holds another run.
+        """
+        if self.latest_step() is not None:
+            self.check(config, facts)
+        elif (self.directory / "draft").exists():
+            raise ConfigError(
+                f"{self.directory} holds the draft of a run whose checkpoints are gone; "
+                "give another output, or remove that directory"
+            )
+        write_claim(self._claim, {**run_settings(config), **facts})
+
+    def check(self, config: TrainConfig, facts: Mapping[str, Any]) -> None:
+        """Checks that the run is what was recorded.
+
+        Args:
+          config: the run's config.
+          facts: fingerprints of what the config names; one that is left out is not looked at.
+
+        Raises:
+          ConfigError: it is another, or nothing was recorded.
+        """
+        if not self._claim.exists():
+            raise ConfigError(
+                f"{self.directory} has checkpoints but no {self._claim.name} to say what they are of; "
+                "put it back, or give another output"
+            )
+        recorded = read_claim(self._claim)
+        unseen = {name: value for name, value in recorded.items() if name in _FACTS and name not in facts}
+        older = {**run_settings(TrainConfig.model_validate(_DEFAULTS)), **facts}
+        if changed := difference({**older, **recorded}, {**run_settings(config), **unseen, **facts}):
+            raise ConfigError(
+                f"{self.directory} holds a run that was started with another config ({changed}); "
+                "resume it with the same one, or give another output"
+            )
+
+    def save_scale(self, scale: Float[np.ndarray, " features"]) -> None:
+        """Keeps what the run divides features by."""
+        replace_array(self._scale, scale)
+
+    def load_scale(self) -> Float[np.ndarray, " features"]:
+        """What the run divides features by.
+
+        Raises:
+          CheckpointError: the file is gone or damaged.
+        """
+        try:
+            return np.load(self._scale)
+        except (OSError, ValueError, EOFError) as error:
+            raise CheckpointError(
+                f"{self._scale} cannot be read ({_first_line(error)}), and the run's checkpoints need it; "
+                "put it back, or give another output"
+            ) from None
+
+    def save(self, state: TrainState) -> None:
+        """Writes a checkpoint, if this step has none yet.
+
+        Raises:
+          CheckpointError: it cannot be written; those before it stay.
+        """
+        step = int(state.step)
+        if step == self._manager.latest_step():
+            return
+        try:
+            self._manager.save(step, args=ocp.args.StandardSave(state))
+        except Exception as error:  # Orbax raises many classes, none of its own
+            raise CheckpointError(
+                f"checkpoint {step} cannot be written to {self.directory} ({_first_line(error)}); "
+                "what was saved before stays, and the run goes on from there"
+            ) from error
+
+    def restore(self, like: TrainState) -> TrainState:
+        """The newest checkpoint, bit for bit.
+
+        Args:
+          like: a state of the same structure and shapes.
+
+        Raises:
+          CheckpointError: it cannot be read.
+        """
+        step = self._manager.latest_step()
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        try:
+            return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        except Exception as error:  # Orbax raises many classes, none of its own
+            older = [saved for saved in self._manager.all_steps() if saved != step]
+            way_out = (
+                f"remove {self.directory / 'checkpoints' / str(step)} to go on from step {max(older)}"
+                if older
+                else "it is the only one, so give another output"
+            )
+            raise CheckpointError(
+                f"checkpoint {step} of {self.directory} cannot be restored ({_first_line(error)}); {way_out}"
+            ) from error
+
+    def close(self) -> None:
+        """Ends Orbax's threads."""
+        self._manager.close()
+
+
+def run_settings(config: TrainConfig) -> dict[str, Any]:
+    """What a run and its resumption must have in common, under dotted names."""
+    flat = flatten(config.model_dump(mode="json", exclude=set(_FREE)))
+    return {name: value for name, value in flat.items() if not name.startswith(_FREE_DATA)}
+
+
+def _first_line(error: BaseException) -> str:
+    """What an exception says, without the rest of a page."""
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
