@@ -1,6 +1,6 @@
 """Acceptance by kind of prompt and by position, from the answers of jobs that kept their traces.
 
-    dflash-jax generate configs/held-out-smollm2.yaml
+    dflash-jax generate drafters/smollm2-dflash2/held-out.yaml
     python benchmarks/acceptance.py "DFlash 2=runs/held-out.jsonl" --plot acceptance.png
 
 Ids of prompts are KIND-NUMBER. A position's acceptance is the share of whole rounds in which the token drafted there

@@ -141,7 +141,8 @@ def data_generate(
     """Let the target write conversations. Run again, it writes only what is missing."""
     from dflash_jax.jobs.compile_cache import enable_compile_cache
     from dflash_jax.progress import Bar
-    from dflash_jax.training.corpora.writer import CorpusConfig, generate_corpus, writing_engine
+    from dflash_jax.training.corpora.config import CorpusConfig
+    from dflash_jax.training.corpora.generate import generate_corpus, writing_engine
 
     corpus = _read(CorpusConfig, config, set_)
     enable_compile_cache()
@@ -154,7 +155,7 @@ def data_generate(
             bar.at(written)
     print(f"{written} conversations with {tokens} tokens of answers written to {corpus.output}")
     if dropped:
-        print(f"{len(dropped)} conversations did not come about; the first: {dropped[0]}")
+        print(f"{len(dropped)} conversations were dropped; the first: {dropped[0]}")
 
 
 @data.command("pack")

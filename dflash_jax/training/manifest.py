@@ -1,4 +1,4 @@
-"""What a directory was made from, in a JSON file in it, and whether that is what is asked for now."""
+"""Manifests: JSON files that record the settings something was made with, to compare with those asked for now."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflash_jax.files import replace_file
 
 
 def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Sections of settings as one mapping with dotted names."""
+    """Nested sections as one mapping with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, Mapping):
@@ -22,18 +22,18 @@ def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def write_claim(file: Path, settings: Mapping[str, Any]) -> None:
-    """Records settings, which must be plain JSON values, unless that is what the file says."""
+def write_manifest(file: Path, settings: Mapping[str, Any]) -> None:
+    """Records settings, which must be plain JSON values. A file that has them already is not touched."""
     content = json.dumps(dict(settings), indent=2) + "\n"
     if not file.exists() or file.read_bytes() != content.encode():
         replace_file(file, content)
 
 
-def read_claim(file: Path) -> dict[str, Any]:
-    """What a file recorded.
+def read_manifest(file: Path) -> dict[str, Any]:
+    """The settings in a manifest.
 
     Raises:
-      ConfigError: it is no record.
+      ConfigError: the file is damaged.
     """
     try:
         recorded = json.loads(file.read_bytes())

@@ -10,8 +10,9 @@ import optax
 from jaxtyping import Array, Float, PyTree
 
 from dflash_jax.models.weights import is_matrix
-from dflash_jax.training.config import Dtype, UpdateSection
-from dflash_jax.training.precision import mixed_matmul, mixed_products
+from dflash_jax.training.config import UpdateSection
+from dflash_jax.training.precision import mixed_matmul, mixed_matmul_transposed
+from dflash_jax.training.values import Dtype
 
 # Of the quintic iteration that pushes singular values towards 1 (Jordan et al. 2024, "Muon").
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -71,7 +72,7 @@ def orthogonalise(matrix: Float[Array, "inputs outputs"], dtype: Dtype) -> Float
     """
 
     def gram(x):
-        return mixed_products(x, x) if dtype == "bfloat16" else x @ x.T
+        return mixed_matmul_transposed(x, x) if dtype == "bfloat16" else x @ x.T
 
     multiply = mixed_matmul if dtype == "bfloat16" else jnp.matmul
     tall = matrix.shape[0] > matrix.shape[1]

@@ -8,7 +8,7 @@ from flax import struct
 from jaxtyping import Array, Float, PyTree
 
 from dflash_jax.models.weights import TargetParams, is_matrix
-from dflash_jax.training.config import Dtype
+from dflash_jax.training.values import Dtype
 
 _PADDING = 32
 
@@ -51,8 +51,8 @@ def rounded(target: TargetParams, dtype: Dtype) -> TargetParams:
 
 @jax.custom_vjp
 def mixed_matmul(
-    x: Float[Array, "rows inputs"], matrix: Float[Array, "inputs outputs"]
-) -> Float[Array, "rows outputs"]:
+    x: Float[Array, "batch inputs"], matrix: Float[Array, "inputs outputs"]
+) -> Float[Array, "batch outputs"]:
     """x @ matrix, and gradients, from bfloat16 operands with float32 sums."""
     return _dot(x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16))
 
@@ -75,20 +75,22 @@ mixed_matmul.defvjp(_forward, _backward)
 
 
 @jax.custom_vjp
-def mixed_products(x: Float[Array, "rows inputs"], table: Float[Array, "others inputs"]) -> Float[Array, "rows others"]:
-    """x @ table.T in the same precision. The table is a constant: no gradient reaches it."""
-    return _dot_transposed(x.astype(jnp.bfloat16), table.astype(jnp.bfloat16))
+def mixed_matmul_transposed(
+    x: Float[Array, "batch inputs"], matrix: Float[Array, "outputs inputs"]
+) -> Float[Array, "batch outputs"]:
+    """x @ matrix.T in the same precision. The matrix is a constant: no gradient reaches it."""
+    return _dot_transposed(x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16))
 
 
-def _products_forward(x, table):
-    return mixed_products(x, table), table
+def _transposed_forward(x, matrix):
+    return mixed_matmul_transposed(x, matrix), matrix
 
 
-def _products_backward(table, gradient):
-    return _dot(gradient.astype(jnp.bfloat16), table.astype(jnp.bfloat16)), None
+def _transposed_backward(matrix, gradient):
+    return _dot(gradient.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)), None
 
 
-mixed_products.defvjp(_products_forward, _products_backward)
+mixed_matmul_transposed.defvjp(_transposed_forward, _transposed_backward)
 
 
 def _dot(left, right):

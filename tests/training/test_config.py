@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dflash_jax.training.config import PretrainSection, TrainConfig
-from dflash_jax.training.corpora.writer import CorpusConfig
+from dflash_jax.training.corpora.config import CorpusConfig
 
 TEXT = (Path(__file__).parents[2] / "docs" / "training-config.md").read_text()
 BLOCKS = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)]

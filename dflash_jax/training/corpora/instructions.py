@@ -1,8 +1,8 @@
 """Prompts about text that the target wrote before.
 
-A message that the target writes itself seldom brings the text it speaks of. `Material` makes such prompts
-from a corpus: a request with `{text}` in it is given a passage of an earlier answer, and any other
-request is said after the beginning of an earlier conversation, as a second turn.
+A message that the target writes itself seldom contains a text to work on. `InstructionPrompts` makes such prompts
+from a corpus: an instruction with `{text}` in it gets a passage of an earlier answer, and any other
+instruction becomes the second user turn of an earlier conversation.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from dflash_jax.errors import ConfigError
 Messages = list[dict[str, str]]
 
 
-def passage(text: str, words: int) -> str:
-    """The first sentences that a text completes, as many as have `words` words at most; empty if the first has more."""
+def passage(text: str, max_words: int) -> str:
+    """The first sentences of a text, as many as fit into `max_words` words; empty if the first does not."""
     taken: list[str] = []
     for sentence in re.findall(r"\S.*?[.!?](?=\s|$)", text, re.DOTALL):
-        if len(" ".join([*taken, sentence]).split()) > words:
+        if len(" ".join([*taken, sentence]).split()) > max_words:
             break
         taken.append(sentence)
     return " ".join(taken)
 
 
-class Material:
-    """Draws prompts from what was said before, and requests.
+class InstructionPrompts:
+    """Draws prompts from earlier conversations and instructions.
 
     Args:
-      said: questions and their answers.
-      requests: what to ask, with `{text}` where a passage belongs, or without as a second turn.
-      words: most words of a passage or of a first answer.
+      conversations: questions and their answers.
+      instructions: with `{text}` for a passage, or without as a second turn.
+      max_words: of a passage or of a first answer; they have at least half of it.
 
     Raises:
-      ConfigError: there are no requests, or no answer to ask them about.
+      ConfigError: there are no instructions, or no answer has such a passage.
     """
 
-    def __init__(self, said: Iterable[tuple[str, str]], requests: Sequence[str], words: int = 60):
-        self._requests = [request for request in requests if request.strip()]
-        passages = ((question, passage(answer, words)) for question, answer in said if question)
+    def __init__(self, conversations: Iterable[tuple[str, str]], instructions: Sequence[str], max_words: int = 60):
+        self._instructions = [instruction for instruction in instructions if instruction.strip()]
+        min_words = max_words // 2
+        passages = ((question, passage(answer, max_words)) for question, answer in conversations if question)
         # A code block has no sentences, and a summary of one sentence is that sentence.
-        self._said = [
-            (asked, text) for asked, text in passages if len(text.split()) >= words // 2 and "```" not in text
+        self._conversations = [
+            (question, text) for question, text in passages if len(text.split()) >= min_words and "```" not in text
         ]
-        if not self._requests:
-            raise ConfigError("`requests` names a file without a request; write one in each line")
-        if not self._said:
-            raise ConfigError(f"`material` has no answer with a passage of {words // 2} to {words} words")
+        if not self._instructions:
+            raise ConfigError("`instructions` names a file without an instruction; write one in each line")
+        if not self._conversations:
+            raise ConfigError(f"no answer in `source_corpora` has a passage of {min_words} to {max_words} words")
 
-    def messages(self, rng: random.Random) -> Messages:
+    def draw(self, rng: random.Random) -> Messages:
         """One prompt: the same for the same state of `rng`."""
-        (question, text), request = rng.choice(self._said), rng.choice(self._requests)
-        if "{text}" in request:
-            return [{"role": "user", "content": request.replace("{text}", text)}]
+        (question, text), instruction = rng.choice(self._conversations), rng.choice(self._instructions)
+        if "{text}" in instruction:
+            return [{"role": "user", "content": instruction.replace("{text}", text)}]
         return [
             {"role": "user", "content": question},
             {"role": "assistant", "content": text},
-            {"role": "user", "content": request},
+            {"role": "user", "content": instruction},
         ]

@@ -23,9 +23,9 @@ class Dataset:
       source: every sequence.
       max_length: where they are cut.
       train, held_out: numbers of the sequences of each part.
-      lengths: tokens of each sequence, after cutting.
+      seq_lens: tokens of each sequence, after cutting.
       hashes: of each sequence, after cutting.
-      counts: occurrences of each token in all sequences.
+      token_counts: occurrences of each token in all sequences.
       fingerprint: hash of the sequences, their order and their division.
     """
 
@@ -33,9 +33,9 @@ class Dataset:
     max_length: int
     train: Int[np.ndarray, " train"]
     held_out: Int[np.ndarray, " held_out"]
-    lengths: Int[np.ndarray, " sequences"]
+    seq_lens: Int[np.ndarray, " sequences"]
     hashes: UInt64[np.ndarray, " sequences"]
-    counts: Int[np.ndarray, " vocab"]
+    token_counts: Int[np.ndarray, " vocab"]
     fingerprint: str
 
     def sequence(self, index: int) -> TokenSequence:
@@ -67,7 +67,7 @@ def open_dataset(
     """
     source = SequenceSource(directory)
     parts: tuple[list[int], list[int]] = ([], [])
-    lengths, hashes, counts = [], [], np.zeros(vocab_size, np.int64)
+    seq_lens, hashes, token_counts = [], [], np.zeros(vocab_size, np.int64)
     for index in range(len(source)):
         sequence = source[index]
         tokens = sequence.tokens[:max_length]
@@ -76,9 +76,9 @@ def open_dataset(
                 f"sequence {index} in {directory} has tokens outside the target's vocabulary of {vocab_size}; "
                 "the data was written with another tokenizer"
             )
-        lengths.append(len(tokens))
+        seq_lens.append(len(tokens))
         hashes.append(_hash(encode_record(TokenSequence(tokens, sequence.prompt_len))))
-        counts += np.bincount(tokens, minlength=vocab_size)
+        token_counts += np.bincount(tokens, minlength=vocab_size)
         if len(tokens) - sequence.prompt_len >= min_answer:
             parts[is_held_out(sequence, held_out)].append(index)
     if not parts[0]:
@@ -89,7 +89,7 @@ def open_dataset(
     train, evaluation = (np.asarray(part, np.int64) for part in parts)
     digests = np.asarray(hashes, np.uint64)
     fingerprint = hashlib.sha256(digests.tobytes() + train.tobytes() + b"/" + evaluation.tobytes()).hexdigest()
-    return Dataset(source, max_length, train, evaluation, np.asarray(lengths), digests, counts, fingerprint)
+    return Dataset(source, max_length, train, evaluation, np.asarray(seq_lens), digests, token_counts, fingerprint)
 
 
 def open_data(section: DataSection, vocab_size: int) -> Dataset:

@@ -15,10 +15,10 @@ from jaxtyping import Float, UInt64
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.files import replace_array
-from dflash_jax.training.config import Dtype
 from dflash_jax.training.data.dataset import Dataset
 from dflash_jax.training.data.features import FeatureExtractor
-from dflash_jax.training.manifest import difference, read_claim, write_claim
+from dflash_jax.training.manifest import difference, read_manifest, write_manifest
+from dflash_jax.training.values import Dtype
 
 
 class Features:
@@ -66,8 +66,8 @@ class CachedFeatures(Features):
         limit_gb: float,
     ):
         super().__init__(dataset, extractor, layers)
-        ends = np.cumsum(dataset.lengths)
-        self._starts, tokens = ends - dataset.lengths, int(ends[-1])
+        ends = np.cumsum(dataset.seq_lens)
+        self._starts, tokens = ends - dataset.seq_lens, int(ends[-1])
         needed = len(set(layers)) * tokens * hidden * 2 / 1e9
         if needed > limit_gb:
             raise ConfigError(
@@ -76,18 +76,18 @@ class CachedFeatures(Features):
                 "out to compute them again every time"
             )
         directory.mkdir(parents=True, exist_ok=True)
-        _check_owner(directory, {"target": target, "dtype": dtype}, dataset)
+        _check_manifest(directory, {"target": target, "dtype": dtype}, dataset)
         self._states = {
             layer: _grow(directory / f"layer-{layer}.bfloat16", (tokens, hidden), ml_dtypes.bfloat16)
             for layer in layers
         }
         self._there = {
-            layer: _grow(directory / f"layer-{layer}.done", (len(dataset.lengths),), np.uint8) for layer in layers
+            layer: _grow(directory / f"layer-{layer}.done", (len(dataset.seq_lens),), np.uint8) for layer in layers
         }
 
     def read(self, index: int) -> Float[np.ndarray, "tokens features"]:
         """Features of one sequence, bfloat16."""
-        start, length = self._starts[index], self._dataset.lengths[index]
+        start, length = self._starts[index], self._dataset.seq_lens[index]
         missing = tuple(layer for layer in sorted(self._states) if not self._there[layer][index])
         if missing:
             computed = self._extractor(self._dataset.sequence(index).tokens, missing)
@@ -97,28 +97,28 @@ class CachedFeatures(Features):
         return np.concatenate([self._states[layer][start : start + length] for layer in self._layers], axis=-1)
 
 
-def _check_owner(directory: Path, claim: dict[str, str], dataset: Dataset) -> None:
-    owner, sequences = directory / "target.json", directory / "sequences.npy"
+def _check_manifest(directory: Path, settings: dict[str, str], dataset: Dataset) -> None:
+    manifest, sequences = directory / "target.json", directory / "sequences.npy"
     way_out = "give another data.features, or remove that directory"
-    if owner.exists():
-        # A directory that was made before dtypes were recorded is taken as it is.
-        if changed := difference({**claim, **read_claim(owner)}, claim):
+    if manifest.exists():
+        # A manifest without a dtype fits any.
+        if changed := difference({**settings, **read_manifest(manifest)}, settings):
             raise ConfigError(f"the features in {directory} are of another target or dtype ({changed}); {way_out}")
-        known = _known(sequences, way_out)
-        if not np.array_equal(known, dataset.hashes[: len(known)]):
+        recorded = _recorded_hashes(sequences, way_out)
+        if not np.array_equal(recorded, dataset.hashes[: len(recorded)]):
             raise ConfigError(
                 f"the features in {directory} are of other sequences than those of data.path; sequences may be added "
                 f"after the old ones, but not changed: {way_out}"
             )
-        if len(known) == len(dataset.hashes):
+        if len(recorded) == len(dataset.hashes):
             return
     elif any(directory.glob("layer-*")):
-        raise ConfigError(f"the features in {directory} have no {owner.name} to say what they are of; {way_out}")
+        raise ConfigError(f"the features in {directory} have no {manifest.name} to say what they are of; {way_out}")
     replace_array(sequences, dataset.hashes)
-    write_claim(owner, claim)
+    write_manifest(manifest, settings)
 
 
-def _known(sequences: Path, way_out: str) -> UInt64[np.ndarray, " sequences"]:
+def _recorded_hashes(sequences: Path, way_out: str) -> UInt64[np.ndarray, " sequences"]:
     try:
         return np.load(sequences)
     except (OSError, ValueError, EOFError) as error:

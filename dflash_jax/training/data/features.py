@@ -16,8 +16,8 @@ from dflash_jax.models.cache import Context, KeyValues
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.target import Extension, extend
 from dflash_jax.models.weights import DraftParams, TargetParams
-from dflash_jax.training.config import Dtype
 from dflash_jax.training.precision import rounded
+from dflash_jax.training.values import Dtype
 
 _BUCKET = 128
 

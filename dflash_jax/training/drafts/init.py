@@ -48,7 +48,7 @@ def fresh_params(
         sources = target.layers[-config.num_layers :]
         layers = [_copied_layer(source, config, target_config) for source in sources]
     else:
-        layers = [drawn_layer(key, config, section.scale) for key in keys[2:]]
+        layers = [random_layer(key, config, section.scale) for key in keys[2:]]
     convolutions = _fresh_conv(config, section.second_tap)
     return DraftParams(
         fc=_fresh_fc(keys[0], config, section),
@@ -59,7 +59,7 @@ def fresh_params(
     )
 
 
-def _draw(key: Key[Array, ""], inputs: int, outputs: int, scale: float) -> Float[Array, "inputs outputs"]:
+def _random_matrix(key: Key[Array, ""], inputs: int, outputs: int, scale: float) -> Float[Array, "inputs outputs"]:
     return jax.random.normal(key, (inputs, outputs)) * (scale / inputs**0.5)
 
 
@@ -67,7 +67,7 @@ def _fresh_fc(key: Key[Array, ""], config: DraftConfig, section: InitSection) ->
     hidden, layers = config.hidden_size, len(config.target_layer_ids)
     if section.fc == "last":
         return jnp.eye(layers * hidden, hidden, k=-(layers - 1) * hidden)
-    return _draw(key, layers * hidden, hidden, section.scale)
+    return _random_matrix(key, layers * hidden, hidden, section.scale)
 
 
 def _fresh_conv(config: DraftConfig, second_tap: float) -> ConvWeights | None:
@@ -88,18 +88,18 @@ def _fresh_selector(key: Key[Array, ""], config: DraftConfig) -> SelectorWeights
     return SelectorWeights(
         predecessor_codebook=jax.random.normal(codes, shape),
         successor_codebook=jnp.zeros(shape),
-        hidden_projection=_draw(projection, config.hidden_size, config.selector.rank, 1.0),
+        hidden_projection=_random_matrix(projection, config.hidden_size, config.selector.rank, 1.0),
     )
 
 
-def drawn_layer(key: Key[Array, ""], config: TransformerConfig, scale: float) -> LayerWeights:
+def random_layer(key: Key[Array, ""], config: TransformerConfig, scale: float) -> LayerWeights:
     """A fresh layer with norms per head: matrices of standard deviation scale / sqrt(inputs), float32."""
     keys = jax.random.split(key, 7)
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, cached = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
     def drawn(index: int, inputs: int, outputs: int) -> Linear:
-        return Linear(_draw(keys[index], inputs, outputs, scale))
+        return Linear(_random_matrix(keys[index], inputs, outputs, scale))
 
     return LayerWeights(
         input_norm=jnp.ones(hidden),

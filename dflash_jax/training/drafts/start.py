@@ -75,8 +75,8 @@ def check_mask_token(mask: int, target: TargetConfig, dataset: Dataset) -> None:
             f"mask_token_id {mask} is a stop token of the target ({list(target.eos_token_ids)}); "
             "it must be a token that ends nothing"
         )
-    if dataset.counts[mask]:
+    if dataset.token_counts[mask]:
         raise ConfigError(
-            f"mask_token_id {mask} occurs {dataset.counts[mask]} times in the data; "
+            f"mask_token_id {mask} occurs {dataset.token_counts[mask]} times in the data; "
             "it must be a token that never occurs in text"
         )

@@ -1,4 +1,4 @@
-"""The LM head in training: cross-entropy and candidates over chosen rows, in one pass over the logits.
+"""The LM head in training: cross-entropy and candidates over a subset of the vocabulary, in one pass over the logits.
 
 The head is frozen, so the gradient of the loss with respect to the hidden states is known as soon as the
 logits are. It is computed with them, chunk by chunk, and the logits are never kept.
@@ -14,52 +14,28 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.config import DraftConfig
-from dflash_jax.models.weights import TargetParams
-from dflash_jax.training.precision import mixed_products
+from dflash_jax.training.objective.sampled_softmax import VocabularySubset
+from dflash_jax.training.precision import mixed_matmul_transposed
 
 _CHUNK_LOGITS = 4 * 1024 * 1024
 
 
 @struct.dataclass
-class HeadRows:
-    """The rows of the LM head that a loss runs over.
-
-    Attributes:
-      tokens: the tokens they belong to, distinct.
-      log_weight: how many tokens each stands for, as a logarithm: 0 for itself alone, more for one that
-        was drawn from many.
-    """
-
-    tokens: Int[Array, " rows"]
-    log_weight: Float[Array, " rows"]
-
-
-@struct.dataclass
 class HeadOutput:
-    """What the head says about each position.
+    """What the head predicts at each position.
 
     Attributes:
       nll: negative log-likelihood of the label.
-      candidates: the best tokens among the rows, best first.
+      candidates: the best tokens of the subset, best first.
     """
 
     nll: Float[Array, " positions"]
     candidates: Int[Array, "positions candidates"]
 
 
-def head_matrix(target: TargetParams) -> Float[Array, "vocab hidden"]:
-    """The target's LM head, a row per token."""
-    return target.embedding if target.lm_head is None else target.lm_head.T
-
-
-def all_rows(vocab_size: int) -> HeadRows:
-    """The whole vocabulary."""
-    return HeadRows(jnp.arange(vocab_size, dtype=jnp.int32), jnp.zeros(vocab_size))
-
-
-def scale_logits(products: Float[Array, "*batch"], config: DraftConfig) -> Float[Array, "*batch"]:
-    """Products of hidden states and head rows, scaled and capped as `head_logits` does."""
-    logits = products * config.output_multiplier
+def scale_logits(logits: Float[Array, "*batch"], config: DraftConfig) -> Float[Array, "*batch"]:
+    """Products of hidden states and the LM head, scaled and capped as in `head_logits`."""
+    logits = logits * config.output_multiplier
     cap = config.final_logit_softcap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -69,7 +45,7 @@ def head_loss(
     top_k: int,
     hidden: Float[Array, "positions hidden"],
     matrix: Float[Array, "vocab hidden"],
-    rows: HeadRows,
+    subset: VocabularySubset,
     labels: Int[Array, " positions"],
     weights: Float[Array, " positions"],
     teacher: Float[Array, "positions hidden"] | None = None,
@@ -77,22 +53,22 @@ def head_loss(
 ) -> tuple[Float[Array, ""], HeadOutput]:
     """Weighted sum of cross-entropies, and the candidates.
 
-    A label that is none of the rows still takes part in its own position's softmax, so that every label
-    has a gradient; it cannot be a candidate there.
+    A label outside the subset still takes part in its own position's softmax, so that every label has a
+    gradient. It cannot be a candidate there.
 
     Args:
       config: the draft, for the scaling of its logits.
       top_k: candidates per position.
       hidden: the draft's final hidden states.
       matrix: the LM head; no gradient reaches it.
-      rows: which of its rows the softmax runs over.
+      subset: the tokens that the softmax runs over.
       labels: the true tokens.
       weights: of each position; 0 leaves it out.
-      teacher: the target's final hidden states at each position, whose distribution over the same rows is
-        learned from too; no gradient reaches them.
-      soft: the share of the loss that it takes.
+      teacher: the target's final hidden states at each position. Its distribution over the same tokens is
+        learned from too; no gradient reaches it.
+      soft: the teacher's share of the loss.
     """
-    return _head_loss(config, top_k, soft, hidden, matrix, rows, labels, weights, teacher)
+    return _head_loss(config, top_k, soft, hidden, matrix, subset, labels, weights, teacher)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -115,46 +91,47 @@ def _backward(config, top_k, soft, residuals, cotangents):
 _head_loss.defvjp(_forward, _backward)
 
 
-def _run(config, top_k, soft, hidden, matrix, rows, labels, weights, teacher, *, with_gradient):
-    chosen = matrix[rows.tokens]
-    products = mixed_products if matrix.dtype == jnp.bfloat16 else lambda x, table: x @ table.T
-    place = jnp.full(matrix.shape[0], -1, jnp.int32).at[rows.tokens].set(jnp.arange(len(rows.tokens), dtype=jnp.int32))
+def _run(config, top_k, soft, hidden, matrix, subset, labels, weights, teacher, *, with_gradient):
+    subset_matrix = matrix[subset.tokens]
+    matmul = mixed_matmul_transposed if matrix.dtype == jnp.bfloat16 else lambda x, table: x @ table.T
+    size = len(subset.tokens)
+    place_in_subset = jnp.full(matrix.shape[0], -1, jnp.int32).at[subset.tokens].set(jnp.arange(size, dtype=jnp.int32))
     positions = hidden.shape[0]
-    chunk = max(1, min(positions, _CHUNK_LOGITS // len(rows.tokens)))
+    chunk = max(1, min(positions, _CHUNK_LOGITS // size))
     padding = -positions % chunk
 
     def one_chunk(args):
         hidden, labels, weights, teacher = args
-        label_rows = matrix[labels].astype(hidden.dtype)
-        is_label = jnp.arange(chosen.shape[0]) == place[labels][:, None]
+        label_vectors = matrix[labels].astype(hidden.dtype)
+        is_label = jnp.arange(size) == place_in_subset[labels][:, None]
 
-        def split(hidden):
-            """Products with the rows and, as it may be none of them, with the label's own."""
-            return products(hidden, chosen), jnp.einsum("nh,nh->n", hidden, label_rows)
+        def raw_logits(hidden):
+            """Of the subset, and of the label, which may be outside it."""
+            return matmul(hidden, subset_matrix), jnp.einsum("nh,nh->n", hidden, label_vectors)
 
-        def log_normaliser(logits, own):
-            others = jnp.where(is_label, -jnp.inf, logits + rows.log_weight)
-            return jnp.logaddexp(jax.nn.logsumexp(others, axis=-1), own)
+        def log_normaliser(logits, label_logits):
+            others = jnp.where(is_label, -jnp.inf, logits + subset.log_weight)
+            return jnp.logaddexp(jax.nn.logsumexp(others, axis=-1), label_logits)
 
         def loss(hidden):
-            logits, own = (scale_logits(x, config) for x in split(hidden))
-            total = log_normaliser(logits, own)
-            nll = wrong = total - own
+            logits, label_logits = (scale_logits(x, config) for x in raw_logits(hidden))
+            log_z = log_normaliser(logits, label_logits)
+            nll = cross_entropy = log_z - label_logits
             if teacher is not None:
-                wanted, wanted_own = split(teacher)
-                wanted_total = log_normaliser(wanted, wanted_own)
-                shares = jnp.exp(wanted + rows.log_weight - wanted_total[:, None])
-                expected = jnp.sum(jnp.where(is_label, 0.0, shares * logits), axis=-1)
-                expected += jnp.exp(wanted_own - wanted_total) * own
-                wrong = (1 - soft) * nll + soft * (total - expected)
-            return jnp.sum(wrong * weights), (nll, logits)
+                teacher_logits, teacher_label_logits = raw_logits(teacher)
+                teacher_log_z = log_normaliser(teacher_logits, teacher_label_logits)
+                probs = jnp.exp(teacher_logits + subset.log_weight - teacher_log_z[:, None])
+                expected = jnp.sum(jnp.where(is_label, 0.0, probs * logits), axis=-1)
+                expected += jnp.exp(teacher_label_logits - teacher_log_z) * label_logits
+                cross_entropy = (1 - soft) * nll + soft * (log_z - expected)
+            return jnp.sum(cross_entropy * weights), (nll, logits)
 
         if with_gradient:
             (value, (nll, logits)), gradient = jax.value_and_grad(loss, has_aux=True)(hidden)
         else:
             (value, (nll, logits)), gradient = loss(hidden), None
         _, best = jax.lax.top_k(jax.lax.stop_gradient(logits), top_k)
-        return value, nll, rows.tokens[best], gradient
+        return value, nll, subset.tokens[best], gradient
 
     padded = [
         jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1))).reshape(-1, chunk, *x.shape[1:])

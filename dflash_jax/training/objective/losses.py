@@ -1,112 +1,88 @@
-"""What a draft is trained to do, and how well it does it.
+"""The losses that a draft is trained by.
 
-DFlash (arXiv 2602.06036): cross-entropy at the drafted positions, later ones counting less. DFlash 2 adds
-a cross-entropy over each position's candidates, given the true predecessor, where the true token is one.
+DFlash (arXiv 2602.06036): cross-entropy at the drafted positions, later ones weighted less. DFlash 2 adds
+the selector's cross-entropy over each position's candidates, given the true predecessor, at positions whose
+label is a candidate.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams, SelectorWeights
 from dflash_jax.training.data.batch import Batch
 from dflash_jax.training.objective.anchors import Anchors, block_labels
 from dflash_jax.training.objective.forward import block_hidden
-from dflash_jax.training.objective.head import HeadRows, head_loss, scale_logits
-from dflash_jax.training.objective.shared_weights import Vocabulary
+from dflash_jax.training.objective.head import head_loss, scale_logits
+from dflash_jax.training.objective.metrics import DraftMetrics, sum_metrics
+from dflash_jax.training.objective.sampled_softmax import VocabularySubset
+from dflash_jax.training.objective.shared_weights import SharedWeights
 
 
-@struct.dataclass
-class Tally:
-    """Sums over blocks, so that tallies of parts of a batch add up to the tally of the whole.
-
-    A drafted token is `chosen` when the best candidate after the true predecessor is the true token.
-
-    Attributes:
-      loss, selector_loss: weighted sums of cross-entropies.
-      weight: sum of the weights of the drafted positions that exist.
-      count: drafted positions that exist, by place in the block.
-      best, recalled, chosen: of those, where the best unary candidate is right, where the true token is
-        a candidate, and where it is chosen.
-      blocks: blocks that exist whole.
-      accepted: drafted tokens of whole blocks that are chosen, and all before them in the block too.
-    """
-
-    loss: Float[Array, ""]
-    selector_loss: Float[Array, ""]
-    weight: Float[Array, ""]
-    count: Float[Array, " drafts"]
-    best: Float[Array, " drafts"]
-    recalled: Float[Array, " drafts"]
-    chosen: Float[Array, " drafts"]
-    blocks: Float[Array, ""]
-    accepted: Float[Array, ""]
+def default_gamma(block_size: int) -> float:
+    """The papers' decay: 4 at block size 8, 5 at 10, 7 at 16, on the line between and half the block below."""
+    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
 
 
-def position_weights(drafts: int, gamma: float) -> Float[Array, " drafts"]:
+def position_weights(num_drafts: int, gamma: float) -> Float[Array, " drafts"]:
     """exp(-(i - 1) / gamma) at the i-th drafted position."""
-    return jnp.exp(-jnp.arange(drafts) / gamma)
+    return jnp.exp(-jnp.arange(num_drafts) / gamma)
 
 
 def draft_loss(
     params: DraftParams,
     config: DraftConfig,
-    vocabulary: Vocabulary,
+    shared: SharedWeights,
     batch: Batch,
     anchors: Anchors,
-    rows: HeadRows,
+    subset: VocabularySubset,
     *,
     gamma: float,
     selector_weight: float,
     soft: float = 0.0,
-) -> tuple[Float[Array, ""], Tally]:
-    """Sum over positions of what is minimised, not divided by `Tally.weight`, and the tally.
+) -> tuple[Float[Array, ""], DraftMetrics]:
+    """The loss, summed over positions and not divided by `DraftMetrics.weight`, and the metrics.
 
     Args:
       params, config: the draft.
-      vocabulary: the target's embedding and LM head.
+      shared: the target's embedding and LM head.
       batch: sequences and features.
-      anchors: where its blocks begin.
-      rows: rows of the LM head for the softmax and the candidates.
+      anchors: the first positions of the blocks.
+      subset: the tokens that the softmax runs over and candidates come from.
       gamma: decay of the weights along the block.
-      selector_weight: what the selector's cross-entropy counts for beside the other.
-      soft: share of the labels, in both, that is the target's distribution; `batch.final` gives it.
+      selector_weight: weight of the selector's cross-entropy; that of the LM head's is 1.
+      soft: share of the labels, in both, that is the target's distribution. It needs `batch.final`.
     """
-    blocks, exists = block_labels(batch.tokens, batch.lengths, anchors, config.block_size)
-    hidden = block_hidden(params, config, vocabulary.embedding, batch.features, anchors.positions, blocks[..., 0])[
-        :, :, 1:
-    ]
-    shape = exists.shape
+    blocks, has_label = block_labels(batch.tokens, batch.seq_lens, anchors, config.block_size)
+    hidden = block_hidden(params, config, shared.embedding, batch.features, anchors.positions, blocks[..., 0])[:, :, 1:]
+    shape = has_label.shape
     hidden = hidden.reshape(-1, hidden.shape[-1])
     labels, predecessors = blocks[..., 1:].reshape(-1), blocks[..., :-1].reshape(-1)
-    weights = (exists * position_weights(shape[-1], gamma)).reshape(-1)
-    teacher = None if soft == 0 else _before_labels(batch, anchors, shape[-1])
+    weights = (has_label * position_weights(shape[-1], gamma)).reshape(-1)
+    teacher = None if soft == 0 else _teacher_states(batch, anchors, shape[-1])
     with jax.named_scope("head"):
-        loss, output = head_loss(
-            config, config.candidates, hidden, vocabulary.head, rows, labels, weights, teacher, soft
-        )
+        loss, output = head_loss(config, config.candidates, hidden, shared.head, subset, labels, weights, teacher, soft)
 
     match = output.candidates == labels[:, None]
-    best, recalled = match[:, 0], match.any(-1)
-    selector_loss, chosen = jnp.zeros(()), best
+    top1, recalled = match[:, 0], match.any(-1)
+    selector_loss, chosen = jnp.zeros(()), top1
     if params.selector is not None:
         with jax.named_scope("selector"):
-            scores = selector_scores(params.selector, config, vocabulary.head, hidden, predecessors, output.candidates)
-            surprise = jax.nn.logsumexp(scores, -1, keepdims=True) - scores
-            losses = (1 - soft) * jnp.sum(jnp.where(match, surprise, 0.0), -1)
+            scores = selector_scores(params.selector, config, shared.head, hidden, predecessors, output.candidates)
+            nll = jax.nn.logsumexp(scores, -1, keepdims=True) - scores
+            losses = (1 - soft) * jnp.sum(jnp.where(match, nll, 0.0), -1)
             if teacher is not None:
-                wanted = jax.nn.softmax(_products(teacher, vocabulary.head, output.candidates))
-                losses += soft * jnp.sum(wanted * surprise, -1)
+                probs = jax.nn.softmax(_candidate_logits(teacher, shared.head, output.candidates))
+                losses += soft * jnp.sum(probs * nll, -1)
             selector_loss = jnp.sum(losses * weights)
             chosen = jnp.take_along_axis(match, jnp.argmax(scores, -1)[:, None], axis=-1)[:, 0]
     total = loss + selector_weight * selector_loss
-    best, recalled, chosen = (x.reshape(shape) for x in (best, recalled, chosen))
-    tally = _tally(loss, selector_loss, jnp.sum(weights), exists, best, recalled, chosen)
-    return total, jax.lax.stop_gradient(tally)
+    top1, recalled, chosen = (x.reshape(shape) for x in (top1, recalled, chosen))
+    metrics = sum_metrics(loss, selector_loss, jnp.sum(weights), has_label, top1, recalled, chosen)
+    return total, jax.lax.stop_gradient(metrics)
 
 
 def selector_scores(
@@ -118,73 +94,25 @@ def selector_scores(
     candidates: Int[Array, "positions candidates"],
 ) -> Float[Array, "positions candidates"]:
     """S(a, b) of each position's candidates b after its predecessor a; see `select_path`."""
-    products = _products(hidden, head, candidates)
+    logits = _candidate_logits(hidden, head, candidates)
     gated = selector.predecessor_codebook[predecessors] * (hidden @ selector.hidden_projection)
     edges = jnp.einsum("nr,nkr->nk", gated, selector.successor_codebook[candidates], preferred_element_type=jnp.float32)
-    return scale_logits(products, config) + edges
+    return scale_logits(logits, config) + edges
 
 
-def _before_labels(batch: Batch, anchors: Anchors, drafts: int) -> Float[Array, "positions hidden"]:
-    """The target's final hidden states that each drafted position's label was chosen from."""
+def _teacher_states(batch: Batch, anchors: Anchors, num_drafts: int) -> Float[Array, "positions hidden"]:
+    """The target's final hidden states before each drafted position, which predict its token."""
     assert batch.final is not None
-    places = anchors.positions[..., None] + jnp.arange(drafts)
-    rows = jnp.arange(places.shape[0])[:, None, None]
-    final = batch.final[rows, jnp.minimum(places, batch.final.shape[1] - 1)]
+    positions = anchors.positions[..., None] + jnp.arange(num_drafts)
+    sequences = jnp.arange(positions.shape[0])[:, None, None]
+    final = batch.final[sequences, jnp.minimum(positions, batch.final.shape[1] - 1)]
     return final.reshape(-1, final.shape[-1]).astype(jnp.float32)
 
 
-def _products(
+def _candidate_logits(
     hidden: Float[Array, "positions hidden"],
     head: Float[Array, "vocab hidden"],
-    tokens: Int[Array, "positions candidates"],
+    candidates: Int[Array, "positions candidates"],
 ) -> Float[Array, "positions candidates"]:
-    return jnp.einsum("nh,nkh->nk", hidden, head[tokens].astype(hidden.dtype))
-
-
-def _tally(
-    loss: Float[Array, ""],
-    selector_loss: Float[Array, ""],
-    weight: Float[Array, ""],
-    exists: Bool[Array, "sequences anchors drafts"],
-    best: Bool[Array, "sequences anchors drafts"],
-    recalled: Bool[Array, "sequences anchors drafts"],
-    chosen: Bool[Array, "sequences anchors drafts"],
-) -> Tally:
-    def count(x):
-        return jnp.sum(x & exists, axis=(0, 1)).astype(jnp.float32)
-
-    whole = exists.all(-1)
-    prefix = jnp.cumprod(chosen & exists, axis=-1).sum(-1)
-    return Tally(
-        loss=loss,
-        selector_loss=selector_loss,
-        weight=weight,
-        count=count(exists),
-        best=count(best),
-        recalled=count(recalled),
-        chosen=count(chosen),
-        blocks=jnp.sum(whole).astype(jnp.float32),
-        accepted=jnp.sum(prefix * whole).astype(jnp.float32),
-    )
-
-
-def report(tally: Tally) -> dict[str, float | list[float]]:
-    """The figures of a tally, for logs.
-
-    `acceptance` is the mean acceptance length that greedy decoding would have on these anchors: one token
-    of the target's own and the drafted ones before the first wrong choice.
-    """
-
-    def ratio(part, whole):
-        return [round(float(p) / max(float(w), 1.0), 5) for p, w in zip(part, whole, strict=True)]
-
-    weight = max(float(tally.weight), 1e-9)
-    return {
-        "loss": float(tally.loss) / weight,
-        "selector_loss": float(tally.selector_loss) / weight,
-        "acceptance": 1 + float(tally.accepted) / max(float(tally.blocks), 1.0),
-        "accuracy": ratio(tally.best, tally.count),
-        "recall": ratio(tally.recalled, tally.count),
-        "chosen": ratio(tally.chosen, tally.count),
-        "selector_accuracy": ratio(tally.chosen, tally.recalled),
-    }
+    """Before `scale_logits`."""
+    return jnp.einsum("nh,nkh->nk", hidden, head[candidates].astype(hidden.dtype))

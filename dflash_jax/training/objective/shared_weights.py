@@ -6,18 +6,18 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from dflash_jax.models.weights import TargetParams
-from dflash_jax.training.config import Dtype
-from dflash_jax.training.objective.head import head_matrix
+from dflash_jax.training.values import Dtype
 
 
 @struct.dataclass
-class Vocabulary:
-    """The target's ends, which the draft borrows: a row per token in both."""
+class SharedWeights:
+    """The target's embedding and LM head, both with a row per token. The draft uses them and does not train them."""
 
     embedding: Float[Array, "vocab hidden"]
     head: Float[Array, "vocab hidden"]
 
 
-def borrow(target: TargetParams, dtype: Dtype) -> Vocabulary:
-    """The target's embedding and LM head; the head in the precision of training, since it is multiplied by."""
-    return Vocabulary(target.embedding, head_matrix(target).astype(dtype))
+def shared_weights(target: TargetParams, dtype: Dtype) -> SharedWeights:
+    """The embedding as it is, and the LM head in the dtype of training's matrix products."""
+    head = target.embedding if target.lm_head is None else target.lm_head.T
+    return SharedWeights(target.embedding, head.astype(dtype))

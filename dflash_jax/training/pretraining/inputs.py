@@ -12,7 +12,7 @@ from dflash_jax.training.config import PretrainSection, RuleSection, TrainConfig
 from dflash_jax.training.data.dataset import open_data
 from dflash_jax.training.data.records import append_shards
 from dflash_jax.training.drafts.start import check_mask_token, fresh_config
-from dflash_jax.training.manifest import difference, flatten, read_claim, write_claim
+from dflash_jax.training.manifest import difference, flatten, read_manifest, write_manifest
 from dflash_jax.training.pretraining.recall_rule import rule_sequences
 from dflash_jax.training.pretraining.target import fresh_target_config, pretrain
 
@@ -48,7 +48,7 @@ def _make_sequences(directory: Path, section: RuleSection) -> None:
         return
     with new_directory(directory) as scratch:
         append_shards(scratch, rule_sequences(section))
-        write_claim(scratch / _RULE, settings)
+        write_manifest(scratch / _RULE, settings)
 
 
 def _make_target(config: TrainConfig, section: PretrainSection) -> None:
@@ -70,7 +70,7 @@ def _make_target(config: TrainConfig, section: PretrainSection) -> None:
     trained = pretrain(section, dataset, config.seed)
     with new_directory(directory) as scratch:
         save_target(scratch, trained.config, trained.params, "bfloat16")
-        write_claim(scratch / _PRETRAIN, settings)
+        write_manifest(scratch / _PRETRAIN, settings)
         figures = {"loss": trained.loss, "accuracy": trained.accuracy}
         (scratch / "figures.json").write_text(json.dumps(figures) + "\n")
 
@@ -82,7 +82,7 @@ def _check(directory: Path, name: str, settings: dict[str, object], where: str, 
             f"{where} {directory} is there already and was not made by {section}; leave {section} out to use it, "
             f"or give another {where}"
         )
-    if changed := difference(read_claim(file), settings):
+    if changed := difference(read_manifest(file), settings):
         raise ConfigError(
             f"{where} {directory} was made from other settings ({changed}); "
             f"give another {where}, or remove that directory"

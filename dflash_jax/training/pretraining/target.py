@@ -1,4 +1,4 @@
-"""A small target from scratch, by next-token prediction, for where there is none to draft for."""
+"""A small target trained from nothing by next-token prediction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
 from jaxtyping import Array, Float, Int, Key, PyTree
@@ -20,42 +19,34 @@ from dflash_jax.models.target import lm_head
 from dflash_jax.models.weights import TargetParams
 from dflash_jax.progress import Bar
 from dflash_jax.training.config import PretrainSection, TargetShape
+from dflash_jax.training.data.batch import TokenBatch, token_batch
 from dflash_jax.training.data.dataset import Dataset, Order
 from dflash_jax.training.data.features import run_sequences
-from dflash_jax.training.drafts.init import drawn_layer
+from dflash_jax.training.drafts.init import random_layer
 from dflash_jax.training.optimiser import make_optimiser
 
-_JUDGED = 64
+_EVALUATED = 64
 _NOTED_EVERY = 10
 
 
 @struct.dataclass
-class Texts:
-    """Sequences to predict, padded to one length.
+class Prediction:
+    """How well next tokens were predicted.
 
     Attributes:
-      tokens: anything past a sequence's end.
-      prompt_lens: tokens at the start that are not learnt.
-      lengths: tokens of each sequence.
+      nll: sum of the negative log-likelihoods of the tokens that are learnt, those after prompts.
+      correct: how many of them were the most likely token.
+      tokens: how many they are.
     """
 
-    tokens: Int[Array, "sequences length"]
-    prompt_lens: Int[Array, " sequences"]
-    lengths: Int[Array, " sequences"]
-
-
-@struct.dataclass
-class Prediction:
-    """How well next tokens were predicted: sums over the tokens that are learnt, and their number."""
-
     nll: Float[Array, ""]
-    right: Int[Array, ""]
-    count: Int[Array, ""]
+    correct: Int[Array, ""]
+    tokens: Int[Array, ""]
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A target and how it does.
+    """A trained target.
 
     Attributes:
       config, params: the target, float32.
@@ -89,23 +80,23 @@ def fresh_target_params(key: Key[Array, ""], config: TargetConfig, scale: float)
     head = jax.random.normal(keys[1], shape[::-1]) * (scale / config.hidden_size**0.5)
     return TargetParams(
         embedding=jax.random.normal(keys[0], shape) * (scale if config.tied_embeddings else 1.0),
-        layers=tuple(drawn_layer(key, config, scale) for key in keys[2:]),
+        layers=tuple(random_layer(key, config, scale) for key in keys[2:]),
         norm=jnp.ones(config.hidden_size),
         lm_head=None if config.tied_embeddings else head,
     )
 
 
-def predict(params: TargetParams, config: TargetConfig, texts: Texts) -> Prediction:
+def predict(params: TargetParams, config: TargetConfig, batch: TokenBatch) -> Prediction:
     """Cross-entropy of every token after a prompt, given all before it."""
     # The other implementations have loops of a length known only at run time, which cannot be differentiated.
-    run = run_sequences(params, config, texts.tokens, implementation="reference")
+    run = run_sequences(params, config, batch.tokens, implementation="reference")
     logits = lm_head(params, run.hidden[:, :-1])
-    labels = texts.tokens[:, 1:]
-    places = jnp.arange(1, texts.tokens.shape[1])
-    learnt = (places >= texts.prompt_lens[:, None]) & (places < texts.lengths[:, None])
+    labels = batch.tokens[:, 1:]
+    positions = jnp.arange(1, batch.tokens.shape[1])
+    learnt = (positions >= batch.prompt_lens[:, None]) & (positions < batch.seq_lens[:, None])
     nll = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    right = (jnp.argmax(logits, -1) == labels) & learnt
-    return Prediction(jnp.sum(nll * learnt), jnp.sum(right), jnp.sum(learnt))
+    correct = (jnp.argmax(logits, -1) == labels) & learnt
+    return Prediction(jnp.sum(nll * learnt), jnp.sum(correct), jnp.sum(learnt))
 
 
 def pretrain(section: PretrainSection, dataset: Dataset, seed: int) -> Pretrained:
@@ -122,39 +113,34 @@ def pretrain(section: PretrainSection, dataset: Dataset, seed: int) -> Pretraine
     order = Order(dataset, seed, section.optimiser.sequences)
     with Bar("pre-training", section.optimiser.steps) as bar:
         for number in range(section.optimiser.steps):
-            params, state, seen = step(params, state, _texts(dataset, order.sequences(number)))
+            params, state, prediction = step(params, state, _batch(dataset, order.sequences(number)))
             noted = number % _NOTED_EVERY == 0
-            bar.at(number + 1, "loss {:.3f}, accuracy {:.3f}".format(*_figures(seen)) if noted else None)
-    chosen = [int(index) for index in dataset.held_out[:_JUDGED]]
+            bar.at(number + 1, "loss {:.3f}, accuracy {:.3f}".format(*_means(prediction)) if noted else None)
+    chosen = [int(index) for index in dataset.held_out[:_EVALUATED]]
     if chosen:
-        seen = jax.jit(predict, static_argnums=1)(params, config, _texts(dataset, chosen))
-    return Pretrained(config, params, *_figures(seen))
+        prediction = jax.jit(predict, static_argnums=1)(params, config, _batch(dataset, chosen))
+    return Pretrained(config, params, *_means(prediction))
 
 
 def _make_step(config: TargetConfig, optimiser: optax.GradientTransformation) -> Callable:
     @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: TargetParams, state: PyTree, texts: Texts):
+    def step(params: TargetParams, state: PyTree, batch: TokenBatch):
         def loss(params):
-            seen = predict(params, config, texts)
-            return seen.nll / jnp.maximum(seen.count, 1), seen
+            prediction = predict(params, config, batch)
+            return prediction.nll / jnp.maximum(prediction.tokens, 1), prediction
 
-        (_, seen), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        (_, prediction), gradient = jax.value_and_grad(loss, has_aux=True)(params)
         updates, state = optimiser.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, seen
+        return optax.apply_updates(params, updates), state, prediction
 
     return step
 
 
-def _texts(dataset: Dataset, indices: list[int]) -> Texts:
-    sequences = [dataset.sequence(index) for index in indices]
-    tokens = np.zeros((len(sequences), dataset.max_length), np.int32)
-    for row, sequence in enumerate(sequences):
-        tokens[row, : len(sequence.tokens)] = sequence.tokens
-    prompt_lens = np.asarray([sequence.prompt_len for sequence in sequences], np.int32)
-    lengths = np.asarray([len(sequence.tokens) for sequence in sequences], np.int32)
-    return Texts(jnp.asarray(tokens), jnp.asarray(prompt_lens), jnp.asarray(lengths))
+def _batch(dataset: Dataset, indices: list[int]) -> TokenBatch:
+    return token_batch([dataset.sequence(index) for index in indices], dataset.max_length)
 
 
-def _figures(seen: Prediction) -> tuple[float, float]:
-    count = max(int(seen.count), 1)
-    return round(float(seen.nll) / count, 4), round(int(seen.right) / count, 4)
+def _means(prediction: Prediction) -> tuple[float, float]:
+    """Loss and accuracy."""
+    tokens = max(int(prediction.tokens), 1)
+    return round(float(prediction.nll) / tokens, 4), round(int(prediction.correct) / tokens, 4)

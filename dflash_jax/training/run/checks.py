@@ -1,4 +1,4 @@
-"""What makes a run impossible, found before its first step."""
+"""What makes a run impossible, checked before its first step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data.dataset import Dataset
-from dflash_jax.training.objective.sampled_softmax import RowPlan
+from dflash_jax.training.objective.sampled_softmax import SubsetPlan
 
 
 def check_shapes(config: TrainConfig) -> None:
@@ -25,17 +25,19 @@ def check_shapes(config: TrainConfig) -> None:
             )
 
 
-def check_draft(config: TrainConfig, draft: DraftConfig, target: TargetConfig, dataset: Dataset, plan: RowPlan) -> None:
+def check_draft(
+    config: TrainConfig, draft: DraftConfig, target: TargetConfig, dataset: Dataset, plan: SubsetPlan
+) -> None:
     """Raises ConfigError unless the draft can be trained on the data and evaluated with the target."""
     if draft.block_size > config.data.max_length:
         raise ConfigError(
             f"the draft's blocks of {draft.block_size} tokens are longer than data.max_length "
             f"{config.data.max_length}; the last positions would never be trained"
         )
-    rows = len(plan.always) + plan.drawn
-    if draft.selector is not None and rows < draft.selector.top_k:
+    tokens = len(plan.frequent) + plan.drawn
+    if draft.selector is not None and tokens < draft.selector.top_k:
         raise ConfigError(
-            f"the loss runs over {rows} tokens (loss.frequent, loss.drawn and loss.unseen), fewer than the "
+            f"the loss runs over {tokens} tokens (loss.frequent, loss.drawn and loss.unseen), fewer than the "
             f"{draft.selector.top_k} candidates of the selector; raise loss.frequent"
         )
     section = config.evaluation

@@ -15,7 +15,7 @@ from dflash_jax.training.drafts.feature_scale import unscale_features
 from dflash_jax.training.drafts.init import fresh_params
 from dflash_jax.training.drafts.start import starting_draft
 from dflash_jax.training.optimiser import make_optimiser
-from dflash_jax.training.run.setup import facts_of
+from dflash_jax.training.run.setup import dependencies_of
 from dflash_jax.training.run.state import initial_state
 from dflash_jax.training.run.store import RunStore
 
@@ -39,7 +39,7 @@ def export_draft(config: TrainConfig, directory: str | Path, dtype: str = "bfloa
             raise nothing
         target = load_target(config.target, "float32")
         start, draft_config = starting_draft(config, target)
-        store.check(config, facts_of(config, target, start, draft_config))
+        store.check(config, dependencies_of(config, target, start, draft_config))
         key = jax.random.key(config.seed)
         if start is None:
             start = fresh_params(key, draft_config, config.init, target.params, target.config)

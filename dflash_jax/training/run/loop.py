@@ -23,7 +23,7 @@ from dflash_jax.models.weights import DraftParams
 from dflash_jax.progress import Bar
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data.dataset import Order
-from dflash_jax.training.objective.losses import Tally, report
+from dflash_jax.training.objective.metrics import DraftMetrics, metric_means
 from dflash_jax.training.optimiser import make_optimiser
 from dflash_jax.training.pretraining.inputs import make_inputs
 from dflash_jax.training.run.engine_acceptance import engine_acceptance
@@ -87,13 +87,13 @@ def _loop(run: Run, store: RunStore) -> Trained:
         window, window_start = None, time.perf_counter()
         batch = run.batch(order.sequences(step))
         while step < section.steps and not stop.is_set():
-            state, tally = train_step(state, batch, run.vocabulary, run.plan, run.scale)
+            state, metrics = train_step(state, batch, run.shared, run.plan, run.scale)
             step += 1
             if step < section.steps:
                 # While the device computes.
                 batch = run.batch(order.sequences(step))
-            window = tally if window is None else jax.tree.map(jnp.add, window, tally)
-            _check_finite("the loss", tally, step, store)
+            window = metrics if window is None else jax.tree.map(jnp.add, window, metrics)
+            _check_finite("the loss", metrics, step, store)
             if step % config.log_every == 0 or step == section.steps:
                 figures = _train_figures(window, time.perf_counter() - window_start)
                 log.write(step, "train", figures)
@@ -137,10 +137,10 @@ def _check_finite(what: str, values: Any, step: int, store: RunStore) -> None:
     )
 
 
-def _train_figures(tally: Tally, seconds: float) -> dict:
-    anchors = float(tally.count[0])
+def _train_figures(metrics: DraftMetrics, seconds: float) -> dict:
+    anchors = float(metrics.positions[0])
     return {
-        **report(tally),
+        **metric_means(metrics),
         "anchors": round(anchors),
         "anchors_per_second": round(anchors / seconds, 1),
         "seconds": round(seconds, 3),
@@ -164,12 +164,12 @@ def _evaluator(run: Run, log: MetricsLog, bar: Bar):
     def at(step: int, state: TrainState, *, last: bool) -> None:
         if chosen and (last or step % section.every == 0):
             bar.doing("evaluating")
-            tally = None
+            metrics = None
             for number, index in enumerate(chosen):
-                one = evaluate(state.params, run.batch([index]), run.vocabulary, run.scale, jnp.asarray(number))
-                tally = one if tally is None else jax.tree.map(jnp.add, tally, one)
-            assert tally is not None
-            log.write(step, "held_out", report(tally))
+                one = evaluate(state.params, run.batch([index]), run.shared, run.scale, jnp.asarray(number))
+                metrics = one if metrics is None else jax.tree.map(jnp.add, metrics, one)
+            assert metrics is not None
+            log.write(step, "held_out", metric_means(metrics))
         every = section.engine_every
         if prompts and every and (last or step % every == 0):
             bar.doing("decoding")

@@ -16,15 +16,15 @@ from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams
 from dflash_jax.training.config import TrainConfig
-from dflash_jax.training.data.batch import Batch
+from dflash_jax.training.data.batch import Batch, pad, token_batch
 from dflash_jax.training.data.dataset import Dataset, Order, open_data
 from dflash_jax.training.data.feature_cache import CachedFeatures, Features
 from dflash_jax.training.data.features import FeatureExtractor, fingerprint
 from dflash_jax.training.drafts.feature_scale import feature_scale, scale_features, unscale_features
 from dflash_jax.training.drafts.init import fresh_params
 from dflash_jax.training.drafts.start import check_mask_token, starting_draft
-from dflash_jax.training.objective.sampled_softmax import RowPlan, plan_rows
-from dflash_jax.training.objective.shared_weights import Vocabulary, borrow
+from dflash_jax.training.objective.sampled_softmax import SubsetPlan, plan_subset
+from dflash_jax.training.objective.shared_weights import SharedWeights, shared_weights
 from dflash_jax.training.optimiser import make_optimiser
 from dflash_jax.training.run.checks import check_draft, check_shapes
 from dflash_jax.training.run.state import TrainState, initial_state
@@ -33,33 +33,42 @@ from dflash_jax.training.run.store import RunStore
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What does not change while a run goes on."""
+    """The constants of a run, and its first state.
+
+    Attributes:
+      config: the run.
+      target: the model it drafts for.
+      draft_config: the draft.
+      dataset, features: its sequences, and the target's hidden states over them.
+      shared: the target's embedding and LM head.
+      plan: the tokens that steps draw their softmax from.
+      scale: features are divided by it.
+      start: the state before the first step.
+    """
 
     config: TrainConfig
     target: LoadedTarget
     draft_config: DraftConfig
     dataset: Dataset
     features: Features
-    vocabulary: Vocabulary
-    plan: RowPlan
+    shared: SharedWeights
+    plan: SubsetPlan
     scale: Float[Array, " features"]
     start: TrainState
 
     def batch(self, indices: list[int]) -> Batch:
         """Sequences and their features, padded."""
-        sequences = [self.dataset.sequence(index) for index in indices]
         length = self.dataset.max_length
+        of_tokens = token_batch([self.dataset.sequence(index) for index in indices], length)
         states = [self.features.read(index) for index in indices]
-        padded = np.zeros((len(indices), length, states[0].shape[1]), states[0].dtype)
-        tokens = np.zeros((len(indices), length), np.int32)
-        for row, (sequence, of_sequence) in enumerate(zip(sequences, states, strict=True)):
-            tokens[row, : len(sequence.tokens)] = sequence.tokens
-            padded[row, : len(of_sequence)] = of_sequence
-        prompt_lens = np.asarray([sequence.prompt_len for sequence in sequences], np.int32)
-        lengths = np.asarray([len(sequence.tokens) for sequence in sequences], np.int32)
-        features, final = np.split(padded, [len(self.scale)], axis=-1)
-        batch = Batch(*(jnp.asarray(x) for x in (tokens, prompt_lens, lengths, features)))
-        return batch if self.config.loss.soft == 0 else dataclasses.replace(batch, final=jnp.asarray(final))
+        features, final = np.split(pad(states, length, states[0].dtype), [len(self.scale)], axis=-1)
+        return Batch(
+            tokens=of_tokens.tokens,
+            prompt_lens=of_tokens.prompt_lens,
+            seq_lens=of_tokens.seq_lens,
+            features=jnp.asarray(features),
+            final=None if self.config.loss.soft == 0 else jnp.asarray(final),
+        )
 
     def export(self, params: DraftParams) -> DraftParams:
         """Weights of a state as those of a draft for raw features."""
@@ -79,11 +88,11 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
     start, draft_config = starting_draft(config, target)
     check_mask_token(draft_config.mask_token_id, target.config, dataset)
     loss = config.loss
-    plan = plan_rows(dataset.counts, unseen=loss.unseen, frequent=loss.frequent, drawn=loss.drawn)
+    plan = plan_subset(dataset.token_counts, unseen=loss.unseen, frequent=loss.frequent, drawn=loss.drawn)
     check_draft(config, draft_config, target.config, dataset, plan)
-    facts = facts_of(config, target, start, draft_config)
-    store.claim(config, {**facts, "data fingerprint": dataset.fingerprint})
-    features = _open_features(config, target, draft_config, dataset, facts["target fingerprint"])
+    dependencies = dependencies_of(config, target, start, draft_config)
+    store.begin(config, {**dependencies, "data fingerprint": dataset.fingerprint})
+    features = _open_features(config, target, draft_config, dataset, dependencies["target fingerprint"])
     if store.latest_step() is None:
         store.save_scale(_measure_scale(config, draft_config, dataset, features))
     scale = jnp.asarray(store.load_scale())
@@ -93,28 +102,28 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
     else:
         params = scale_features(start, scale)
     state = initial_state(params, make_optimiser(config.optimiser, config.dtype), jax.random.fold_in(key, 2))
-    vocabulary = borrow(target.params, config.dtype)
-    return Run(config, target, draft_config, dataset, features, vocabulary, plan, scale, state)
+    shared = shared_weights(target.params, config.dtype)
+    return Run(config, target, draft_config, dataset, features, shared, plan, scale, state)
 
 
-def facts_of(
+def dependencies_of(
     config: TrainConfig, target: LoadedTarget, start: DraftParams | None, draft_config: DraftConfig
 ) -> dict[str, Any]:
-    """What weights depend on beside a run's settings and its data.
+    """What the weights depend on beside the run's settings and its data.
 
     Args:
       config: the run.
       target: its target.
       start, draft_config: as `starting_draft` gives them.
     """
-    facts: dict[str, Any] = {
+    found: dict[str, Any] = {
         "target fingerprint": fingerprint(target.params, target.config),
-        # Features are rounded where they are kept, and not where they are computed every time.
+        # Features are rounded to bfloat16 only where they are cached.
         "features in bfloat16": config.data.features is not None,
     }
     if start is not None:
-        facts["draft fingerprint"] = fingerprint(start, draft_config)
-    return facts
+        found["draft fingerprint"] = fingerprint(start, draft_config)
+    return found
 
 
 def _open_features(

@@ -13,23 +13,21 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams
-from dflash_jax.training.config import Dtype, LossSection, OptimiserSection
+from dflash_jax.training.config import LossSection, OptimiserSection
 from dflash_jax.training.data.batch import Batch
 from dflash_jax.training.objective.anchors import Anchors, block_labels, sample_anchors
-from dflash_jax.training.objective.head import all_rows
-from dflash_jax.training.objective.losses import Tally, draft_loss, position_weights
-from dflash_jax.training.objective.sampled_softmax import RowPlan, draw_rows
-from dflash_jax.training.objective.shared_weights import Vocabulary
+from dflash_jax.training.objective.losses import default_gamma, draft_loss, position_weights
+from dflash_jax.training.objective.metrics import DraftMetrics
+from dflash_jax.training.objective.sampled_softmax import SubsetPlan, draw_subset, whole_vocabulary
+from dflash_jax.training.objective.shared_weights import SharedWeights
 from dflash_jax.training.precision import in_precision
 from dflash_jax.training.run.state import TrainState
+from dflash_jax.training.values import Dtype
 
-TrainStep = Callable[[TrainState, Batch, Vocabulary, RowPlan, Float[Array, " features"]], tuple[TrainState, Tally]]
-EvalStep = Callable[[DraftParams, Batch, Vocabulary, Float[Array, " features"], Int[Array, ""]], Tally]
-
-
-def default_gamma(block_size: int) -> float:
-    """The papers' decay: 4 at block size 8, 5 at 10, 7 at 16, on the line between and half the block below."""
-    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
+TrainStep = Callable[
+    [TrainState, Batch, SharedWeights, SubsetPlan, Float[Array, " features"]], tuple[TrainState, DraftMetrics]
+]
+EvalStep = Callable[[DraftParams, Batch, SharedWeights, Float[Array, " features"], Int[Array, ""]], DraftMetrics]
 
 
 def make_train_step(
@@ -39,77 +37,80 @@ def make_train_step(
     section: OptimiserSection,
     optimiser: optax.GradientTransformation,
 ) -> TrainStep:
-    """The step function. It donates the state it is given.
+    """The step function: (state, batch, shared weights, subset plan, feature scale) -> (state, metrics).
 
-    Its batch holds all sequences of the step, which it works through in `section.accumulate` parts; the
-    gradient is that of the mean over all of them. The features are divided by the given scale first.
+    It donates the state. The batch holds all sequences of the step, which are computed in `section.accumulate`
+    parts; the gradient is that of the mean over all of them. Features are divided by the scale first.
     """
     gamma = loss.gamma or default_gamma(config.block_size)
     parts = section.accumulate
 
     @partial(jax.jit, donate_argnums=0)
-    def step(state, batch, vocabulary, plan, scale):
-        anchor_key, row_key = jax.random.split(state.step_key())
-        anchors = sample_anchors(anchor_key, batch.prompt_lens, batch.lengths, batch.tokens.shape[1], section.anchors)
-        rows = draw_rows(row_key, plan)
-        _, exists = block_labels(batch.tokens, batch.lengths, anchors, config.block_size)
-        weight = jnp.sum(exists * position_weights(config.block_size - 1, gamma))
+    def step(state, batch, shared, plan, scale):
+        anchor_key, subset_key = jax.random.split(state.step_key())
+        anchors = sample_anchors(anchor_key, batch.prompt_lens, batch.seq_lens, batch.tokens.shape[1], section.anchors)
+        subset = draw_subset(subset_key, plan)
+        _, has_label = block_labels(batch.tokens, batch.seq_lens, anchors, config.block_size)
+        weight = jnp.sum(has_label * position_weights(config.block_size - 1, gamma))
 
         def part_loss(params, part: Batch, anchors: Anchors):
-            total, tally = draft_loss(
+            total, metrics = draft_loss(
                 in_precision(params, dtype),
                 config,
-                vocabulary,
+                shared,
                 _scaled(part, scale),
                 anchors,
-                rows,
+                subset,
                 gamma=gamma,
                 selector_weight=loss.selector_weight,
                 soft=loss.soft,
             )
-            return total / jnp.maximum(weight, 1e-9), tally
+            return total / jnp.maximum(weight, 1e-9), metrics
 
         def add_part(sums, part):
-            (_, tally), gradient = jax.value_and_grad(part_loss, has_aux=True)(state.params, *part)
-            return jax.tree.map(jnp.add, sums, (gradient, tally)), None
+            (_, metrics), gradient = jax.value_and_grad(part_loss, has_aux=True)(state.params, *part)
+            return jax.tree.map(jnp.add, sums, (gradient, metrics)), None
 
         split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), (batch, anchors))
         first = jax.tree.map(lambda x: x[0], split)
         shapes = jax.eval_shape(lambda: _part_sums(part_loss, state.params, first))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        (gradient, tally), _ = jax.lax.scan(add_part, zeros, split)
+        (gradient, metrics), _ = jax.lax.scan(add_part, zeros, split)
         updates, optimiser_state = optimiser.update(gradient, state.optimiser, state.params)
         params = optax.apply_updates(state.params, updates)
-        return state.replace(params=params, optimiser=optimiser_state, step=state.step + 1), tally
+        return state.replace(params=params, optimiser=optimiser_state, step=state.step + 1), metrics
 
     return step
 
 
 def _part_sums(part_loss, params, part):
-    (_, tally), gradient = jax.value_and_grad(part_loss, has_aux=True)(params, *part)
-    return gradient, tally
+    (_, metrics), gradient = jax.value_and_grad(part_loss, has_aux=True)(params, *part)
+    return gradient, metrics
 
 
 def make_eval_step(config: DraftConfig, dtype: Dtype, loss: LossSection, anchors_per_sequence: int) -> EvalStep:
-    """Teacher forcing over the whole vocabulary; the number given last seeds the anchors."""
+    """Teacher forcing over the whole vocabulary: (params, batch, shared weights, feature scale, seed) -> metrics.
+
+    The seed decides the anchors.
+    """
     gamma = loss.gamma or default_gamma(config.block_size)
 
     @jax.jit
-    def evaluate(params, batch, vocabulary, scale, number):
+    def evaluate(params, batch, shared, scale, seed):
         anchors = sample_anchors(
-            jax.random.fold_in(jax.random.key(0), number),
+            jax.random.fold_in(jax.random.key(0), seed),
             batch.prompt_lens,
-            batch.lengths,
+            batch.seq_lens,
             batch.tokens.shape[1],
             anchors_per_sequence,
         )
         return draft_loss(
             in_precision(params, dtype),
             config,
-            vocabulary,
+            shared,
             _scaled(batch, scale),
             anchors,
-            all_rows(config.vocab_size),
+            whole_vocabulary(config.vocab_size),
             gamma=gamma,
             selector_weight=loss.selector_weight,
         )[1]

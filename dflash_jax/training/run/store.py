@@ -14,18 +14,18 @@ from jaxtyping import Float
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.files import replace_array
 from dflash_jax.training.config import CheckpointSection, TrainConfig
-from dflash_jax.training.manifest import difference, flatten, read_claim, write_claim
+from dflash_jax.training.manifest import difference, flatten, read_manifest, write_manifest
 from dflash_jax.training.run.state import TrainState
 
-# What may differ between a run and its resumption, because no weight depends on it: what the target and the
-# sequences were made from is in their fingerprints.
-_FREE = ("output", "log_every", "checkpoint", "evaluation", "pretrain")
-_FREE_DATA = ("data.path", "data.rule", "data.features")
-# What the other settings were before they existed.
+# What may change when a run is resumed, because no weight depends on it. Of the target and the data, their
+# fingerprints are compared.
+_MAY_CHANGE = ("output", "log_every", "checkpoint", "evaluation", "pretrain")
+_MAY_CHANGE_IN_DATA = ("data.path", "data.rule", "data.features")
+# A setting that a record of a run does not have was at its default.
 _DEFAULTS = {"target": "", "output": ".", "draft": {}, "data": {"path": "."}, "optimiser": {"steps": 1}}
 
-# What a run is of beside its config; see `setup.facts_of`.
-_FACTS = ("target fingerprint", "data fingerprint", "draft fingerprint", "features in bfloat16")
+# The names of `setup.dependencies_of`, and that of the data.
+_DEPENDENCIES = ("target fingerprint", "data fingerprint", "draft fingerprint", "features in bfloat16")
 
 
 class RunStore:
@@ -41,7 +41,7 @@ class RunStore:
         self.directory.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(max_to_keep=section.keep, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(self.directory / "checkpoints", options=options)
-        self._claim, self._scale = self.directory / "run.json", self.directory / "feature_scale.npy"
+        self._manifest, self._scale = self.directory / "run.json", self.directory / "feature_scale.npy"
 
     @property
     def metrics(self) -> Path:
@@ -52,44 +52,46 @@ class RunStore:
         """Step of the newest checkpoint; None if there is none."""
         return self._manager.latest_step()
 
-    def claim(self, config: TrainConfig, facts: Mapping[str, Any]) -> None:
-        """Records what the run is, or checks that it is what was recorded.
+    def begin(self, config: TrainConfig, dependencies: Mapping[str, Any]) -> None:
+        """Records what the run is or, where it has checkpoints, checks that it is the recorded one.
 
         Args:
           config: the run's config.
-          facts: fingerprints of what the config names.
+          dependencies: see `setup.dependencies_of`.
 
         Raises:
           ConfigError: the directory holds another run.
         """
         if self.latest_step() is not None:
-            self.check(config, facts)
+            self.check(config, dependencies)
         elif (self.directory / "draft").exists():
             raise ConfigError(
                 f"{self.directory} holds the draft of a run whose checkpoints are gone; "
                 "give another output, or remove that directory"
             )
-        write_claim(self._claim, {**run_settings(config), **facts})
+        write_manifest(self._manifest, {**run_settings(config), **dependencies})
 
-    def check(self, config: TrainConfig, facts: Mapping[str, Any]) -> None:
-        """Checks that the run is what was recorded.
+    def check(self, config: TrainConfig, dependencies: Mapping[str, Any]) -> None:
+        """Checks that the run is the recorded one.
 
         Args:
           config: the run's config.
-          facts: fingerprints of what the config names; one that is left out is not looked at.
+          dependencies: see `setup.dependencies_of`; one that is left out is not compared.
 
         Raises:
-          ConfigError: it is another, or nothing was recorded.
+          ConfigError: it is another one, or nothing was recorded.
         """
-        if not self._claim.exists():
+        if not self._manifest.exists():
             raise ConfigError(
-                f"{self.directory} has checkpoints but no {self._claim.name} to say what they are of; "
+                f"{self.directory} has checkpoints but no {self._manifest.name} to say what they are of; "
                 "put it back, or give another output"
             )
-        recorded = read_claim(self._claim)
-        unseen = {name: value for name, value in recorded.items() if name in _FACTS and name not in facts}
-        older = {**run_settings(TrainConfig.model_validate(_DEFAULTS)), **facts}
-        if changed := difference({**older, **recorded}, {**run_settings(config), **unseen, **facts}):
+        recorded = read_manifest(self._manifest)
+        not_given = {
+            name: value for name, value in recorded.items() if name in _DEPENDENCIES and name not in dependencies
+        }
+        defaults = {**run_settings(TrainConfig.model_validate(_DEFAULTS)), **dependencies}
+        if changed := difference({**defaults, **recorded}, {**run_settings(config), **not_given, **dependencies}):
             raise ConfigError(
                 f"{self.directory} holds a run that was started with another config ({changed}); "
                 "resume it with the same one, or give another output"
@@ -161,8 +163,8 @@ class RunStore:
 
 def run_settings(config: TrainConfig) -> dict[str, Any]:
     """What a run and its resumption must have in common, under dotted names."""
-    flat = flatten(config.model_dump(mode="json", exclude=set(_FREE)))
-    return {name: value for name, value in flat.items() if not name.startswith(_FREE_DATA)}
+    flat = flatten(config.model_dump(mode="json", exclude=set(_MAY_CHANGE)))
+    return {name: value for name, value in flat.items() if not name.startswith(_MAY_CHANGE_IN_DATA)}
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,11 +13,11 @@ from dflash_jax.training.objective.anchors import Anchors, block_labels, sample_
 
 @given(st.integers(0, 9), st.integers(1, 20), st.integers(1, 16), st.integers(0, 2**31 - 1))
 def test_anchors_are_distinct_places_of_the_answer_that_have_a_successor(prompt_len, length, count, seed):
-    lengths = jnp.array([length, 20], jnp.int32)
-    anchors = sample_anchors(jax.random.key(seed), jnp.array([prompt_len, 0], jnp.int32), lengths, 20, count)
+    seq_lens = jnp.array([length, 20], jnp.int32)
+    anchors = sample_anchors(jax.random.key(seed), jnp.array([prompt_len, 0], jnp.int32), seq_lens, 20, count)
     for row in range(2):
         found = np.asarray(anchors.positions[row])[np.asarray(anchors.valid[row])]
-        places = range(max((prompt_len, 0)[row] - 1, 0), int(lengths[row]) - 1)
+        places = range(max((prompt_len, 0)[row] - 1, 0), int(seq_lens[row]) - 1)
         assert len(set(found.tolist())) == len(found) == min(count, len(places))
         assert set(found.tolist()) <= set(places)
         assert np.all(np.diff(np.asarray(anchors.positions[row])) > 0)

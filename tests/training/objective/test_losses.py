@@ -16,9 +16,11 @@ from dflash_jax.training.data.batch import Batch
 from dflash_jax.training.data.features import run_sequences
 from dflash_jax.training.objective import head
 from dflash_jax.training.objective.anchors import Anchors
-from dflash_jax.training.objective.head import HeadRows, all_rows, head_loss
-from dflash_jax.training.objective.losses import draft_loss, position_weights, report
-from dflash_jax.training.objective.shared_weights import Vocabulary
+from dflash_jax.training.objective.head import head_loss
+from dflash_jax.training.objective.losses import draft_loss, position_weights
+from dflash_jax.training.objective.metrics import metric_means
+from dflash_jax.training.objective.sampled_softmax import VocabularySubset, whole_vocabulary
+from dflash_jax.training.objective.shared_weights import SharedWeights, shared_weights
 from dflash_jax.training.precision import in_precision
 from tests.pairs import PAIRS, models
 from tests.training.recall import sequences
@@ -91,17 +93,17 @@ def plain_block(params, config, embedding, features, anchor, token):
     return rms_norm(x, params.norm, config.rms_norm_eps)
 
 
-def plain_block_loss(params, config, vocabulary, tokens, length, features, final, anchor, soft):
+def plain_block_loss(params, config, shared, tokens, length, features, final, anchor, soft):
     """The objective of one anchor as the papers word it, with part of each label spread as the target would."""
-    hidden = plain_block(params, config, vocabulary.embedding, features, anchor, tokens[anchor])
+    hidden = plain_block(params, config, shared.embedding, features, anchor, tokens[anchor])
     total = 0.0
     for i in range(1, config.block_size):
-        logits = vocabulary.head @ hidden[i] * config.output_multiplier
+        logits = shared.head @ hidden[i] * config.output_multiplier
         if config.final_logit_softcap is not None:
             logits = config.final_logit_softcap * jnp.tanh(logits / config.final_logit_softcap)
         # The sequences' padding is never a label: `length` stops it.
         label, previous = tokens[anchor + i], tokens[anchor + i - 1]
-        teacher = vocabulary.head @ final[anchor + i - 1]
+        teacher = shared.head @ final[anchor + i - 1]
         wanted = (1 - soft) * jax.nn.one_hot(label, len(logits)) + soft * jax.nn.softmax(teacher)
         loss = -jnp.sum(wanted * jax.nn.log_softmax(logits))
         if (selector := params.selector) is not None:
@@ -116,7 +118,7 @@ def plain_block_loss(params, config, vocabulary, tokens, length, features, final
     return total
 
 
-def plain_loss(config, vocabulary, batch, anchors, soft):
+def plain_loss(config, shared, batch, anchors, soft):
     """Its value and gradient over all anchors, one after the other."""
     one = jax.jit(jax.value_and_grad(plain_block_loss), static_argnums=1)
 
@@ -125,8 +127,8 @@ def plain_loss(config, vocabulary, batch, anchors, soft):
             one(
                 params,
                 config,
-                vocabulary,
-                *(x[row] for x in (batch.tokens, batch.lengths, batch.features, batch.final)),
+                shared,
+                *(x[row] for x in (batch.tokens, batch.seq_lens, batch.features, batch.final)),
                 anchor,
                 soft,
             )
@@ -139,10 +141,10 @@ def plain_loss(config, vocabulary, batch, anchors, soft):
     return at
 
 
-def fast_loss(params, config, vocabulary, batch, anchors, rows=None, soft=0.0):
-    rows = all_rows(config.vocab_size) if rows is None else rows
+def fast_loss(params, config, shared, batch, anchors, subset=None, soft=0.0):
+    subset = whole_vocabulary(config.vocab_size) if subset is None else subset
     weights = {"gamma": GAMMA, "selector_weight": SELECTOR_WEIGHT, "soft": soft}
-    return draft_loss(params, config, vocabulary, batch, anchors, rows, **weights)
+    return draft_loss(params, config, shared, batch, anchors, subset, **weights)
 
 
 @pytest.mark.parametrize("soft", [0.0, 0.7])
@@ -151,13 +153,13 @@ def test_loss_and_gradients_are_those_of_the_plain_implementation(pair, soft, mo
     # Several chunks, the last one padded.
     monkeypatch.setattr(head, "_CHUNK_LOGITS", 64 * 16)
     of, batch = models(pair), the_batch(pair)
-    vocabulary = Vocabulary(of.target.embedding, head.head_matrix(of.target))
+    shared = shared_weights(of.target, "float32")
 
     def fast(params):
         # The factor is for the hand-written backward passes, which must pass one on.
-        return 3.0 * fast_loss(params, of.draft_config, vocabulary, batch, ANCHORS, soft=soft)[0]
+        return 3.0 * fast_loss(params, of.draft_config, shared, batch, ANCHORS, soft=soft)[0]
 
-    plain = plain_loss(of.draft_config, vocabulary, batch, ANCHORS, soft)(of.draft)
+    plain = plain_loss(of.draft_config, shared, batch, ANCHORS, soft)(of.draft)
     expected, expected_gradient = jax.tree.map(lambda x: 3.0 * x, plain)
     found, found_gradient = jax.jit(jax.value_and_grad(fast))(of.draft)
     np.testing.assert_allclose(found, expected, rtol=1e-4)
@@ -172,11 +174,11 @@ def test_loss_and_gradients_are_those_of_the_plain_implementation(pair, soft, mo
 def test_mixed_precision_gradients_point_the_same_way():
     pair = "recall-dflash2"
     of, batch = models(pair), the_batch(pair)
-    matrix = head.head_matrix(of.target)
+    matrix = shared_weights(of.target, "float32").head
 
     def loss(params, dtype):
-        vocabulary = Vocabulary(of.target.embedding, matrix.astype(dtype))
-        return fast_loss(in_precision(params, dtype), of.draft_config, vocabulary, batch, ANCHORS)[0]
+        shared = SharedWeights(of.target.embedding, matrix.astype(dtype))
+        return fast_loss(in_precision(params, dtype), of.draft_config, shared, batch, ANCHORS)[0]
 
     exact, mixed = (jax.jit(jax.grad(loss), static_argnums=1)(of.draft, dtype) for dtype in ("float32", "bfloat16"))
     for path, leaf in jax.tree_util.tree_leaves_with_path(exact):
@@ -195,10 +197,10 @@ def head_case():
     return config, hidden, matrix, jnp.array([3, 9, 40, 63, 3]), jnp.array([1.0, 0.5, 2.0, 0.0, 1.0])
 
 
-def test_a_label_outside_the_rows_takes_part_in_its_own_softmax():
+def test_a_label_outside_the_subset_takes_part_in_its_own_softmax():
     config, hidden, matrix, labels, weights = head_case()
     tokens = jnp.arange(10, dtype=jnp.int32)
-    loss, output = head_loss(config, 4, hidden, matrix, HeadRows(tokens, jnp.zeros(10)), labels, weights)
+    loss, output = head_loss(config, 4, hidden, matrix, VocabularySubset(tokens, jnp.zeros(10)), labels, weights)
     logits = hidden @ matrix.T
     for i, label in enumerate(labels.tolist()):
         members = sorted({*range(10), label})
@@ -208,22 +210,22 @@ def test_a_label_outside_the_rows_takes_part_in_its_own_softmax():
     np.testing.assert_allclose(loss, jnp.sum(output.nll * weights), rtol=1e-6)
 
 
-def test_a_drawn_row_counts_for_those_it_stands_for_but_a_label_for_itself():
+def test_a_drawn_token_counts_for_those_it_stands_for_but_a_label_for_itself():
     config, hidden, matrix, _, weights = head_case()
-    rows = HeadRows(jnp.array([1, 7], jnp.int32), jnp.array([0.0, math.log(5.0)]))
+    subset = VocabularySubset(jnp.array([1, 7], jnp.int32), jnp.array([0.0, math.log(5.0)]))
     labels = jnp.array([7, 1, 1, 1, 2])
-    _, output = head_loss(config, 1, hidden, matrix, rows, labels, weights)
+    _, output = head_loss(config, 1, hidden, matrix, subset, labels, weights)
     e = np.exp(np.asarray(hidden @ matrix.T, np.float64))
     np.testing.assert_allclose(output.nll[0], -np.log(e[0, 7] / (e[0, 1] + e[0, 7])), rtol=1e-5)
     np.testing.assert_allclose(output.nll[1], -np.log(e[1, 1] / (e[1, 1] + 5 * e[1, 7])), rtol=1e-5)
     np.testing.assert_allclose(output.nll[4], -np.log(e[4, 2] / (e[4, 1] + 5 * e[4, 7] + e[4, 2])), rtol=1e-5)
 
 
-def test_a_soft_label_is_the_targets_distribution_over_the_same_rows():
+def test_a_soft_label_is_the_targets_distribution_over_the_same_subset():
     config, hidden, matrix, labels, weights = head_case()
     teacher = jax.random.normal(jax.random.key(9), hidden.shape)
-    rows = HeadRows(jnp.array([1, 7, 9], jnp.int32), jnp.array([0.0, 0.0, math.log(5.0)]))
-    loss, _ = head_loss(config, 1, hidden, matrix, rows, labels, weights, teacher, 1.0)
+    subset = VocabularySubset(jnp.array([1, 7, 9], jnp.int32), jnp.array([0.0, 0.0, math.log(5.0)]))
+    loss, _ = head_loss(config, 1, hidden, matrix, subset, labels, weights, teacher, 1.0)
     expected = 0.0
     for i, label in enumerate(labels.tolist()):
         # What a drawn row stands for is spread evenly over as many tokens; a label stands for itself.
@@ -249,8 +251,8 @@ def test_accepted_tokens_are_those_that_drafting_from_each_anchor_gets_right():
     count = len(positions)
     batch = Batch(tokens, jnp.array([11], jnp.int32), jnp.array([64], jnp.int32), features)
     anchors = Anchors(positions[None], jnp.ones((1, count), bool))
-    vocabulary = Vocabulary(of.target.embedding, head.head_matrix(of.target))
-    _, tally = jax.jit(lambda b: fast_loss(of.draft, of.draft_config, vocabulary, b, anchors))(batch)
+    shared = shared_weights(of.target, "float32")
+    _, metrics = jax.jit(lambda b: fast_loss(of.draft, of.draft_config, shared, b, anchors))(batch)
 
     entries = context_entries(of.draft, of.draft_config, features, jnp.arange(64)[None])
     pages = KeyValues(*(x.reshape(x.shape[0], 4, 16, *x.shape[3:]) for x in (entries.k, entries.v)))
@@ -265,6 +267,6 @@ def test_accepted_tokens_are_those_that_drafting_from_each_anchor_gets_right():
     accepted = int(jnp.cumprod(right, axis=1).sum())
     assert whole < count
     assert 0 < accepted < whole * drafts
-    assert int(tally.accepted) == accepted
-    assert int(tally.blocks) == whole
-    assert report(tally)["acceptance"] == pytest.approx(1 + accepted / whole)
+    assert int(metrics.accepted) == accepted
+    assert int(metrics.blocks) == whole
+    assert metric_means(metrics)["acceptance"] == pytest.approx(1 + accepted / whole)

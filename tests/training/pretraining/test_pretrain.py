@@ -20,7 +20,13 @@ from dflash_jax.training.data.features import run_sequences
 from dflash_jax.training.data.records import append_shards
 from dflash_jax.training.pretraining import inputs
 from dflash_jax.training.pretraining.recall_rule import BOS, rule_permutation, rule_sequences
-from dflash_jax.training.pretraining.target import Texts, fresh_target_config, fresh_target_params, predict, pretrain
+from dflash_jax.training.pretraining.target import (
+    TokenBatch,
+    fresh_target_config,
+    fresh_target_params,
+    predict,
+    pretrain,
+)
 from tests.training.recall import leaves
 
 CONFIG = Path(__file__).parents[3] / "configs" / "train-recall.yaml"
@@ -77,19 +83,19 @@ def test_what_is_learnt_is_each_token_after_the_prompt_given_those_before_it():
     config = fresh_target_config(SHAPE)
     params = fresh_target_params(jax.random.key(0), config, 0.5)
     tokens = np.random.default_rng(0).integers(0, 60, (3, 24)).astype(np.int32)
-    prompt_lens, lengths = (0, 11, 7), (24, 15, 8)
+    prompt_lens, seq_lens = (0, 11, 7), (24, 15, 8)
     run = jax.jit(lambda: lm_head(params, run_sequences(params, config, jnp.asarray(tokens)).hidden))
     logits = np.asarray(run(), np.float64)
     nll, right = 0.0, 0
-    for row, prompt_len, length in zip(range(3), prompt_lens, lengths, strict=True):
+    for row, prompt_len, length in zip(range(3), prompt_lens, seq_lens, strict=True):
         for place in range(max(prompt_len, 1), length):
             before, token = logits[row, place - 1], tokens[row, place]
             nll += np.log(np.exp(before).sum()) - before[token]
             right += int(before.argmax() == token)
-    texts = Texts(jnp.asarray(tokens), jnp.array(prompt_lens), jnp.array(lengths))
+    texts = TokenBatch(jnp.asarray(tokens), jnp.array(prompt_lens), jnp.array(seq_lens))
     seen = jax.jit(predict, static_argnums=1)(params, config, texts)
-    assert int(seen.count) == 23 + 4 + 1
-    assert int(seen.right) == right
+    assert int(seen.tokens) == 23 + 4 + 1
+    assert int(seen.correct) == right
     assert float(seen.nll) == pytest.approx(nll, rel=1e-4)
 
 

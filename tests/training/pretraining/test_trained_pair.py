@@ -55,8 +55,11 @@ def test_the_target_was_made_from_the_config_and_its_data(config, data):
 
 def test_the_draft_was_made_from_the_config_for_this_target(config, data):
     of = models(TRAINED)
-    facts = {"target fingerprint": fingerprint(of.target, of.target_config), "data fingerprint": data.fingerprint}
-    assert changed("run.json", {**run_settings(config), **facts}, config) == {}
+    dependencies = {
+        "target fingerprint": fingerprint(of.target, of.target_config),
+        "data fingerprint": data.fingerprint,
+    }
+    assert changed("run.json", {**run_settings(config), **dependencies}, config) == {}
 
 
 def test_the_target_knows_the_rule_on_sequences_it_has_not_seen(config):

@@ -17,7 +17,7 @@ from dflash_jax.files import sole_writer
 from dflash_jax.settings import parse
 from dflash_jax.training import TrainConfig, build_features, export_draft, train
 from dflash_jax.training.data.feature_cache import write_at
-from dflash_jax.training.manifest import write_claim
+from dflash_jax.training.manifest import write_manifest
 from dflash_jax.training.run import loop as loop_module
 from dflash_jax.training.run.log import read_metrics
 from tests.training.recall import config, leaves
@@ -102,11 +102,11 @@ def test_a_damaged_record_is_named(run, recall_data, content):
 
 
 def test_an_equal_record_is_left_alone(tmp_path):
-    write_claim(tmp_path / "a.json", {"a": 1})
+    write_manifest(tmp_path / "a.json", {"a": 1})
     os.utime(tmp_path / "a.json", (0, 0))
-    write_claim(tmp_path / "a.json", {"a": 1})
+    write_manifest(tmp_path / "a.json", {"a": 1})
     assert (tmp_path / "a.json").stat().st_mtime == 0
-    write_claim(tmp_path / "a.json", {"a": 2})
+    write_manifest(tmp_path / "a.json", {"a": 2})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 2}
 
 
@@ -190,8 +190,8 @@ def test_weights_that_are_no_numbers_are_not_saved(recall_data, tmp_path, monkey
         step = make(*arguments)
 
         def at(state, *rest):
-            state, tally = step(state, *rest)
-            return state.replace(params=state.params.replace(norm=state.params.norm * jnp.nan)), tally
+            state, metrics = step(state, *rest)
+            return state.replace(params=state.params.replace(norm=state.params.norm * jnp.nan)), metrics
 
         return at
 

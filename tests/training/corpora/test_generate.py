@@ -17,9 +17,10 @@ from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.engine import Models
 from dflash_jax.errors import ConfigError
 from dflash_jax.settings import parse
+from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, read_conversations, repair
+from dflash_jax.training.corpora.generate import generate_corpus
 from dflash_jax.training.corpora.packing import pack_corpus
-from dflash_jax.training.corpora.writer import CorpusConfig, generate_corpus
 from dflash_jax.training.data.records import SequenceSource
 from dflash_jax.training.precision import rounded
 from tests.checkpoints.conftest import QWEN3, random_params
@@ -96,14 +97,14 @@ def test_prompts_of_a_file_are_answered_in_turn(engine, tmp_path):
     assert (found[0].question, found[3].question) == ("one", "")
 
 
-def test_requests_are_about_what_was_written_before(engine, tmp_path):
+def test_instructions_are_about_earlier_answers(engine, tmp_path):
     said = "".join(f"Sentence {n} of it says little. " for n in range(20)).strip()
     prompt, answer = engine.tokenize([{"role": "user", "content": "Why?"}]), engine.tokenize(said)
     before = Conversation(0, "Why?", 0.0, len(prompt), prompt + answer)
     cut_off = dataclasses.replace(before, question="How?", tokens=prompt + answer[:40])
     (tmp_path / "before.jsonl").write_text(before.to_json() + "\n" + cut_off.to_json() + "\n")
-    (tmp_path / "requests.txt").write_text("Shorten {text} please\n\nAnd then?\n")
-    about = {"material": (str(tmp_path / "before.jsonl"),), "requests": str(tmp_path / "requests.txt")}
+    (tmp_path / "instructions.txt").write_text("Shorten {text} please\n\nAnd then?\n")
+    about = {"source_corpora": (str(tmp_path / "before.jsonl"),), "instructions": str(tmp_path / "instructions.txt")}
     larger = Engine(engine.models, engine.config.model_copy(update={"max_model_len": 512}), tokenizer=engine.tokenizer)
     config = corpus(tmp_path / "corpus.jsonl", **about)
     prompts = {c.tokens[: c.prompt_len] for c in generate_corpus(larger, config)}
@@ -190,7 +191,7 @@ def test_an_engine_of_one_slot_writes(engine, tmp_path):
 
 
 def call(monkeypatch, capsys, engine, *arguments):
-    monkeypatch.setattr("dflash_jax.training.corpora.writer.writing_engine", lambda config: engine)
+    monkeypatch.setattr("dflash_jax.training.corpora.generate.writing_engine", lambda config: engine)
     monkeypatch.setattr(sys, "argv", ["dflash-jax", *map(str, arguments)])
     with pytest.raises(SystemExit) as exit_:
         cli.main()
@@ -206,7 +207,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(engine, tmp_path, mo
     code, out, _ = call(monkeypatch, capsys, engine, "data", "generate", tmp_path / "config.yaml")
     assert code == 0
     assert out.startswith("1 conversations with ")
-    assert "2 conversations did not come about; the first: the prompt has 3" in out
+    assert "2 conversations were dropped; the first: the prompt has 3" in out
     assert [c.index for c in read_conversations(config.output)] == [1]
     # Run again, it has something, and nothing more to write.
     assert call(monkeypatch, capsys, engine, "data", "generate", tmp_path / "config.yaml")[0] == 0
@@ -218,7 +219,7 @@ def test_a_corpus_that_stays_empty_is_an_error_with_its_reason(engine, tmp_path,
     (tmp_path / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
     code, out, err = call(monkeypatch, capsys, engine, "data", "generate", tmp_path / "config.yaml")
     assert (code, out) == (2, "")
-    assert "no conversation came about for" in err and "leaves no room to answer in engine.max_model_len 256" in err
+    assert "no conversation was written to" in err and "leaves no room to answer in engine.max_model_len 256" in err
     with pytest.raises(ConfigError, match="did not end within question_tokens 1"):
         list(generate_corpus(engine, corpus(tmp_path / "mute.jsonl", question_tokens=1)))
     (tmp_path / "starters.txt").write_text("x" * 300)
@@ -258,8 +259,11 @@ def test_an_answer_that_failed_is_not_text(engine, tmp_path, monkeypatch):
         ({"question_min_p": 1.5}, "'question_min_p' is 1.5: .*less than or equal to 1"),
         ({"question_tokens": -3}, "'question_tokens' is -3"),
         ({"output": "a.jsonl.gz"}, r"'output' is 'a\.jsonl\.gz': conversations are written as plain text"),
-        ({"requests": "r"}, "a.yaml: `material` and `requests` belong together: corpora, and what to ask about"),
-        ({"material": ["m"]}, "a.yaml: `material` and `requests` belong together"),
+        (
+            {"instructions": "r"},
+            "a.yaml: `instructions` and `source_corpora` belong together: what to ask, and of what",
+        ),
+        ({"source_corpora": ["m"]}, "a.yaml: `instructions` and `source_corpora` belong together"),
         ({"starters": "a", "prompts": "b"}, "a.yaml: starters and prompts each say what to ask; keep one of them"),
     ],
 )
@@ -274,16 +278,16 @@ def test_what_to_ask_comes_from_one_place(engine, tmp_path):
     path = tmp_path / "corpus.jsonl"
     with pytest.raises(ValueError, match="starters and prompts each say what to ask"):
         corpus(path, starters="a", prompts="b")
-    (tmp_path / "requests.txt").write_text("\n")
+    (tmp_path / "instructions.txt").write_text("\n")
     (tmp_path / "empty.jsonl").write_text("")
-    about = {"material": (str(tmp_path / "empty.jsonl"),), "requests": str(tmp_path / "requests.txt")}
-    with pytest.raises(ConfigError, match="without a request"):
+    about = {"source_corpora": (str(tmp_path / "empty.jsonl"),), "instructions": str(tmp_path / "instructions.txt")}
+    with pytest.raises(ConfigError, match="without an instruction"):
         next(generate_corpus(engine, corpus(path, **about)))
-    (tmp_path / "requests.txt").write_text("Shorten {text}\n")
-    with pytest.raises(ConfigError, match="no answer with a passage of 30 to 60 words"):
+    (tmp_path / "instructions.txt").write_text("Shorten {text}\n")
+    with pytest.raises(ConfigError, match="no answer in `source_corpora` has a passage of 30 to 60 words"):
         next(generate_corpus(engine, corpus(path, **about)))
     with pytest.raises(ConfigError, match="no corpus at"):
-        next(generate_corpus(engine, corpus(path, **(about | {"material": ("nowhere.jsonl",)}))))
+        next(generate_corpus(engine, corpus(path, **(about | {"source_corpora": ("nowhere.jsonl",)}))))
 
 
 def test_a_packed_corpus_has_every_conversation_once(engine, tmp_path):
