@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dflash_jax.training.values import (
     Directory,
@@ -23,6 +23,8 @@ from dflash_jax.training.values import (
     Weight,
     Windows,
 )
+
+_MAX_RULE_TOKENS = 2**28
 
 
 class DraftSection(StrictSection):
@@ -90,6 +92,15 @@ class RuleSection(StrictSection):
     sequences: Size
     length: Annotated[int, Field(gt=11, le=2**20)] = 96
     seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> RuleSection:
+        if self.sequences * self.length > _MAX_RULE_TOKENS:
+            raise ValueError(
+                f"{self.sequences} sequences of {self.length} are {self.sequences * self.length:,} tokens; "
+                f"{_MAX_RULE_TOKENS:,} can be made at most"
+            )
+        return self
 
 
 class DataSection(StrictSection):

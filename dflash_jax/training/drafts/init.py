@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, PyTree
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import (
@@ -23,6 +26,9 @@ from dflash_jax.models.weights import (
     TargetParams,
 )
 from dflash_jax.training.config import InitSection
+
+# In float32 with an optimiser's state, these take some hundred GB.
+_MAX_WEIGHTS = 2**34
 
 
 def fresh_params(
@@ -57,6 +63,20 @@ def fresh_params(
         norm=jnp.asarray(target.norm, jnp.float32) if copied else jnp.full(hidden, section.norm),
         selector=_fresh_selector(keys[1], config),
     )
+
+
+def check_num_weights(what: str, make: Callable[[], PyTree]) -> None:
+    """Raises ConfigError if fresh weights are more than can be trained; it does not compute them.
+
+    Args:
+      what: the name of the model in the error.
+      make: makes the weights.
+    """
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(jax.eval_shape(make)))
+    if weights > _MAX_WEIGHTS:
+        raise ConfigError(
+            f"{what} has {weights:,} weights; {_MAX_WEIGHTS:,} can be trained at most, so make it smaller"
+        )
 
 
 def _random_matrix(key: Key[Array, ""], inputs: int, outputs: int, scale: float) -> Float[Array, "inputs outputs"]:

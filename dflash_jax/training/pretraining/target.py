@@ -22,7 +22,7 @@ from dflash_jax.training.config import PretrainSection, TargetShape
 from dflash_jax.training.data.batch import TokenBatch, token_batch
 from dflash_jax.training.data.dataset import Dataset, Order
 from dflash_jax.training.data.features import run_sequences
-from dflash_jax.training.drafts.init import random_layer
+from dflash_jax.training.drafts.init import check_num_weights, random_layer
 from dflash_jax.training.optimiser import make_optimiser
 
 _EVALUATED = 64
@@ -106,7 +106,12 @@ def pretrain(section: PretrainSection, dataset: Dataset, seed: int) -> Pretraine
       ConfigError: sizes that contradict each other.
     """
     config = fresh_target_config(section.shape)
-    params = fresh_target_params(jax.random.fold_in(jax.random.key(seed), 3), config, section.scale)
+
+    def fresh() -> TargetParams:
+        return fresh_target_params(jax.random.fold_in(jax.random.key(seed), 3), config, section.scale)
+
+    check_num_weights("pretrain.shape", fresh)
+    params = fresh()
     optimiser = make_optimiser(section.optimiser)
     state = optimiser.init(params)
     step = _make_step(config, optimiser)

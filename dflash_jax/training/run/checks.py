@@ -8,6 +8,9 @@ from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data.dataset import Dataset
 from dflash_jax.training.objective.sampled_softmax import SubsetPlan
 
+# Of a step: their features alone are some kilobytes each.
+_MAX_STEP_TOKENS = 2**25
+
 
 def check_shapes(config: TrainConfig) -> None:
     """Raises ConfigError unless the sizes of a step fit each other."""
@@ -16,6 +19,12 @@ def check_shapes(config: TrainConfig) -> None:
         raise ConfigError(
             f"optimiser.accumulate {section.accumulate} does not divide optimiser.sequences {section.sequences}; "
             "a step is computed in equal parts"
+        )
+    tokens = section.sequences * config.data.max_length
+    if tokens > _MAX_STEP_TOKENS:
+        raise ConfigError(
+            f"optimiser.sequences {section.sequences} of data.max_length {config.data.max_length} are {tokens:,} "
+            f"tokens in a step; make one smaller, it can have {_MAX_STEP_TOKENS:,}"
         )
     for name, anchors in (("optimiser", section.anchors), ("evaluation", config.evaluation.anchors)):
         if anchors > config.data.max_length:

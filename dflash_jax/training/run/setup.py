@@ -21,7 +21,7 @@ from dflash_jax.training.data.dataset import Dataset, Order, open_data
 from dflash_jax.training.data.feature_cache import CachedFeatures, Features
 from dflash_jax.training.data.features import FeatureExtractor, fingerprint
 from dflash_jax.training.drafts.feature_scale import feature_scale, scale_features, unscale_features
-from dflash_jax.training.drafts.init import fresh_params
+from dflash_jax.training.drafts.init import check_num_weights, fresh_params
 from dflash_jax.training.drafts.start import check_mask_token, starting_draft
 from dflash_jax.training.objective.sampled_softmax import SubsetPlan, plan_subset
 from dflash_jax.training.objective.shared_weights import SharedWeights, shared_weights
@@ -82,10 +82,17 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
       ConfigError: a config that cannot work, or not the one that the run was started with.
       CheckpointError: a target or draft that cannot be read.
     """
+    check_shapes(config)
     target = load_target(config.target, "float32")
     dataset = open_data(config.data, target.config.vocab_size)
-    check_shapes(config)
     start, draft_config = starting_draft(config, target)
+    key = jax.random.key(config.seed)
+
+    def fresh() -> DraftParams:
+        return fresh_params(jax.random.fold_in(key, 1), draft_config, config.init, target.params, target.config)
+
+    if start is None:
+        check_num_weights("the draft", fresh)
     check_mask_token(draft_config.mask_token_id, target.config, dataset)
     loss = config.loss
     plan = plan_subset(dataset.token_counts, unseen=loss.unseen, frequent=loss.frequent, drawn=loss.drawn)
@@ -96,11 +103,7 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
     if store.latest_step() is None:
         store.save_scale(_measure_scale(config, draft_config, dataset, features))
     scale = jnp.asarray(store.load_scale())
-    key = jax.random.key(config.seed)
-    if start is None:
-        params = fresh_params(jax.random.fold_in(key, 1), draft_config, config.init, target.params, target.config)
-    else:
-        params = scale_features(start, scale)
+    params = fresh() if start is None else scale_features(start, scale)
     state = initial_state(params, make_optimiser(config.optimiser, config.dtype), jax.random.fold_in(key, 2))
     shared = shared_weights(target.params, config.dtype)
     return Run(config, target, draft_config, dataset, features, shared, plan, scale, state)

@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from dflash_jax import Engine, EngineConfig, cli
-from dflash_jax.checkpoints import Tokenizer
+from dflash_jax.checkpoints import Tokenizer, save_target
 from dflash_jax.engine import Models
 from dflash_jax.errors import ConfigError
 from dflash_jax.settings import parse
@@ -326,3 +327,44 @@ def test_a_rounded_target_says_nearly_the_same():
     assert all(
         leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(rounded(params, "bfloat16").layers) if leaf.ndim == 2
     )
+
+
+RECIPE = Path(__file__).parents[3] / "drafters" / "smollm2-dflash2" / "recipe"
+
+
+@pytest.fixture(scope="module")
+def saved_target(tmp_path_factory):
+    """A directory of the target and its tokenizer, and a corpus with an answer of twenty sentences."""
+    directory = tmp_path_factory.mktemp("target")
+    backend = byte_level(TEMPLATE)
+    save_target(directory / "target", CONFIG, random_params(CONFIG), "float32")
+    backend.save_pretrained(directory / "target")
+    tokenizer = Tokenizer(backend)
+    said = " ".join(f"Sentence {n} of it says little." for n in range(20))
+    prompt = tuple(tokenizer.encode(tokenizer.chat_text([{"role": "user", "content": "Why?"}])))
+    before = Conversation(0, "Why?", 0.0, len(prompt), prompt + tuple(tokenizer.encode(said)))
+    (directory / "before.jsonl").write_text(before.to_json() + "\n")
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("questions", ["question_temperature=50.0", "question_min_p=0.0", "question_tokens=160"]),
+        ("instructions", ["source_corpora=[{directory}/before.jsonl]"]),
+    ],
+)
+def test_the_shipped_configs_write_with_native_code(
+    native_code, saved_target, tmp_path, monkeypatch, capsys, name, changes, dtype
+):
+    changes = [change.format(directory=saved_target) for change in changes]
+    changes += [f"target.path={saved_target / 'target'}", f"output={tmp_path / 'corpus.jsonl'}", f"dtype={dtype}"]
+    changes += ["conversations=6", "answer_tokens=8", "engine.max_slots=4", "engine.max_model_len=512"]
+    changes += ["seed=3", "engine.prefill_chunk=64"]
+    command = ["dflash-jax", "data", "generate", str(RECIPE / f"{name}.yaml")]
+    monkeypatch.setattr(sys, "argv", command + [part for change in changes for part in ("--set", change)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code, capsys.readouterr().err
+    assert list(read_conversations(tmp_path / "corpus.jsonl"))
