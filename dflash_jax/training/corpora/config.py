@@ -60,7 +60,7 @@ class CorpusConfig(StrictSection):
     def _check_sources(self) -> CorpusConfig:
         if bool(self.source_corpora) != (self.instructions is not None):
             raise ValueError(
-                "`instructions` and `source_corpora` belong together: what to ask, and about which answers"
+                "`instructions` and `source_corpora` belong together: what to ask, and about what"
             )
         given = [name for name in ("starters", "prompts", "instructions") if getattr(self, name) is not None]
         if len(given) > 1:

@@ -16,6 +16,7 @@ from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Engine, Models
 from dflash_jax.errors import ConfigError
 from dflash_jax.files import sole_writer
+from dflash_jax.kernels.choice import Implementation
 from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, repair
 from dflash_jax.training.corpora.writer import ConversationWriter
@@ -31,7 +32,9 @@ def writing_engine(config: CorpusConfig) -> Engine:
     """
     target = load_target(config.target.path, config.engine.dtype)
     models = Models(rounded(target.params, config.dtype), target.config)
-    return Engine(models, config.engine, tokenizer=target.tokenizer)
+    # Mixed precision has its own matrices, and native code would prepare them a second time.
+    implementation: Implementation | None = "xla" if config.dtype == "bfloat16" else None
+    return Engine(models, config.engine, tokenizer=target.tokenizer, implementation=implementation)
 
 
 def generate_corpus(

@@ -262,7 +262,7 @@ def test_an_answer_that_failed_is_not_text(engine, tmp_path, monkeypatch):
         ({"output": "a.jsonl.gz"}, r"'output' is 'a\.jsonl\.gz': conversations are written as plain text"),
         (
             {"instructions": "r"},
-            "a.yaml: `instructions` and `source_corpora` belong together: what to ask, and of what",
+            "a.yaml: `instructions` and `source_corpora` belong together: what to ask",
         ),
         ({"source_corpora": ["m"]}, "a.yaml: `instructions` and `source_corpora` belong together"),
         ({"starters": "a", "prompts": "b"}, "a.yaml: starters and prompts each say what to ask; keep one of them"),
