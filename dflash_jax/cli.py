@@ -140,22 +140,12 @@ def data_generate(
 ) -> None:
     """Let the target write conversations. Run again, it writes only what is missing."""
     from dflash_jax.jobs.compile_cache import enable_compile_cache
-    from dflash_jax.progress import Bar
     from dflash_jax.training.corpora.config import CorpusConfig
-    from dflash_jax.training.corpora.generate import generate_corpus, writing_engine
+    from dflash_jax.training.corpora.generate import write_corpus
 
     corpus = _read(CorpusConfig, config, set_)
     enable_compile_cache()
-    engine = writing_engine(corpus)
-    written = tokens = 0
-    dropped: list[str] = []
-    with Bar("writing", corpus.conversations) as bar:
-        for conversation in generate_corpus(engine, corpus, dropped.append):
-            written, tokens = written + 1, tokens + len(conversation.tokens) - conversation.prompt_len
-            bar.at(written)
-    print(f"{written} conversations with {tokens} tokens of answers written to {corpus.output}")
-    if dropped:
-        print(f"{len(dropped)} conversations were dropped; the first: {dropped[0]}")
+    write_corpus(corpus)
 
 
 @data.command("pack")

@@ -1,4 +1,9 @@
-"""Training drafts: features, anchors, losses, the step and the loop."""
+"""Training of drafts.
+
+`config.py` says what a run is, `values.py` which values it takes. The parts, each a folder: `corpora` (text that the
+target writes), `data` (sequences and features), `drafts` (fresh weights), `objective` (the loss), `pretraining` (a
+target from nothing) and `run` (steps, checkpoints, metrics).
+"""
 
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data.records import TokenSequence, append_shards, shard_paths, write_shard

@@ -1,4 +1,4 @@
-"""What a training run is: the YAML of `dflash-jax train`."""
+"""The config of a training run: the YAML of `dflash-jax train`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DraftSection(StrictSection):
 
 
 class InitSection(StrictSection):
-    """How a fresh draft starts.
+    """The weights that a fresh draft starts from.
 
     Attributes:
       fc: "scaled" draws it for features of unit variance, dividing by each feature's measured standard
@@ -133,7 +133,7 @@ class LossSection(StrictSection):
       selector_weight: weight of the selector's cross-entropy.
       soft: share of the labels that is the target's whole distribution; the rest is the token it chose.
       unseen: whether tokens that never occur in the data take part in the softmax.
-      frequent: the most frequent tokens, in every step's softmax; null for all.
+      frequent: how many of the most frequent tokens are in every step's softmax; null for all.
       drawn: how many of the other tokens each step draws.
     """
 
@@ -146,7 +146,7 @@ class LossSection(StrictSection):
 
 
 class UpdateSection(StrictSection):
-    """How weights move, and on how much data.
+    """The optimiser, its schedule, and how much data a step has.
 
     Attributes:
       kind: "adamw", or "muon" (arXiv 2502.16982) for matrices with AdamW for everything else.
@@ -175,11 +175,11 @@ class UpdateSection(StrictSection):
 
 
 class OptimiserSection(UpdateSection):
-    """How a draft's weights move.
+    """The optimiser of a draft.
 
     Attributes:
       accumulate: parts that a step is computed in.
-      anchors: anchors of a sequence.
+      anchors: per sequence.
     """
 
     accumulate: Size = 1
@@ -242,7 +242,7 @@ class EvalSection(StrictSection):
       sequences: held-out sequences it runs over, at most.
       anchors: anchors of each.
       engine_every: steps between evaluations by decoding with the engine; null for none.
-      engine_prompts: held-out prompts that it answers, at most.
+      engine_prompts: held-out prompts to answer, at most.
       engine_tokens: tokens of each answer.
     """
 

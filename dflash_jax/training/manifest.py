@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, quote
 from dflash_jax.files import replace_file
 
 
@@ -37,12 +37,10 @@ def read_manifest(file: Path) -> dict[str, Any]:
     """
     try:
         recorded = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{file} is damaged ({error}); put back what it said, or begin anew elsewhere") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is damaged ({error}); restore it, or give another directory") from None
     if not isinstance(recorded, dict):
-        raise ConfigError(
-            f"{file} holds {recorded!r} instead of settings; put back what it said, or begin anew elsewhere"
-        )
+        raise ConfigError(f"{file} holds {quote(recorded)} instead of settings; restore it, or give another directory")
     return recorded
 
 
@@ -53,4 +51,6 @@ def difference(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> str 
         return None
     name = changed[0]
     was, now = recorded.get(name), settings.get(name)
-    return f"{', '.join(changed)} changed: {name} was {was!r} and is {now!r}"
+    # A damaged manifest may have names of any length.
+    names = ", ".join(changed)[:300]
+    return f"{names} changed: {name[:100]} was {quote(was)} and is {quote(now)}"

@@ -30,10 +30,10 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
-Scale = Annotated[float, Field(ge=1e-12, le=1e12)]
-"""A positive number, well inside the range of float32."""
+Scale = Annotated[float, Field(ge=1e-30, le=1e30)]
+"""A positive number, inside the range of float32."""
 
-Weight = Annotated[float, Field(ge=0, le=1e12)]
+Weight = Annotated[float, Field(ge=0, le=1e30)]
 
 # YAML has lists and no tuples.
 LayerIds = Annotated[tuple[Annotated[int, Field(ge=0, lt=1024)], ...], Strict(False), Field(min_length=1)]

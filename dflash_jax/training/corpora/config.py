@@ -1,4 +1,4 @@
-"""What a corpus is: the YAML of `dflash-jax data generate`."""
+"""The config of a corpus: the YAML of `dflash-jax data generate`."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ class CorpusConfig(StrictSection):
     @model_validator(mode="after")
     def _check_sources(self) -> CorpusConfig:
         if bool(self.source_corpora) != (self.instructions is not None):
-            raise ValueError(
-                "`instructions` and `source_corpora` belong together: what to ask, and about what"
-            )
+            raise ValueError("`instructions` and `source_corpora` belong together: what to ask, and about what")
         given = [name for name in ("starters", "prompts", "instructions") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} each say what to ask; keep one of them")

@@ -42,7 +42,7 @@ _BEGINNING = b'{"index"'
 
 
 def read_conversations(path: str | Path) -> Iterator[Conversation]:
-    """Conversations of a corpus file, which may be gzipped; a torn last line is left out.
+    """Conversations of a corpus file, which may be gzipped. A last line that was cut off is left out.
 
     Raises:
       ConfigError: the file cannot be read, or a line is no conversation.
@@ -63,13 +63,13 @@ def read_conversations(path: str | Path) -> Iterator[Conversation]:
 
 
 def repair(path: Path) -> set[int]:
-    """Cuts a torn last line off a corpus file.
+    """Removes a last line that was cut off from a corpus file.
 
     Returns:
       The indices of the conversations in it.
 
     Raises:
-      ConfigError: it is no corpus; nothing was changed.
+      ConfigError: it is no corpus; the file is not changed.
     """
     found = {conversation.index for conversation in read_conversations(path)}
     data = path.read_bytes()

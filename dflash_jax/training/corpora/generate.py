@@ -17,6 +17,7 @@ from dflash_jax.engine import Engine, Models
 from dflash_jax.errors import ConfigError
 from dflash_jax.files import sole_writer
 from dflash_jax.kernels.choice import Implementation
+from dflash_jax.progress import Bar
 from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, repair
 from dflash_jax.training.corpora.writer import ConversationWriter
@@ -73,6 +74,20 @@ def generate_corpus(
                 yield conversation
     if not found:
         raise ConfigError(f"no conversation was written to {output}: {writer.first_dropped}")
+
+
+def write_corpus(config: CorpusConfig) -> None:
+    """`generate_corpus` for the command line: shows how far it is and says what was written."""
+    engine = writing_engine(config)
+    written = tokens = 0
+    dropped: list[str] = []
+    with Bar("writing", config.conversations) as bar:
+        for conversation in generate_corpus(engine, config, dropped.append):
+            written, tokens = written + 1, tokens + len(conversation.tokens) - conversation.prompt_len
+            bar.at(written)
+    print(f"{written} conversations with {tokens} tokens of answers written to {config.output}")
+    if dropped:
+        print(f"{len(dropped)} conversations were dropped; the first: {dropped[0]}")
 
 
 def _wants_more(engine: Engine) -> bool:

@@ -1,4 +1,4 @@
-"""Corpora to shards."""
+"""Corpora as shards for training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dflash_jax.training.data.records import TokenSequence, append_shards, shard
 
 
 def pack_corpus(paths: Sequence[str | Path], directory: str | Path, per_shard: int = 1000) -> tuple[int, int]:
-    """Writes the conversations of corpora as shards for training, leaving out what was said before.
+    """Writes the conversations of corpora as shards for training, leaving out repeated ones.
 
     The directory appears whole or not at all.
 

@@ -1,4 +1,4 @@
-"""Files that say what the target is asked."""
+"""Files of prompts, of starters and of instructions."""
 
 from __future__ import annotations
 

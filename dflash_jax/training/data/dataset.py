@@ -1,4 +1,4 @@
-"""The training data: what is in it, what is held out, and which sequences a step sees."""
+"""The training data: its sequences, their split into training and held-out ones, and their order."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dflash_jax.training.data.records import SequenceSource, TokenSequence, enco
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """Sequences cut to one maximal length and divided by their prompts.
+    """Sequences cut to a maximal length, and split by their prompts.
 
     Attributes:
       source: every sequence.
-      max_length: where they are cut.
-      train, held_out: numbers of the sequences of each part.
+      max_length: tokens that they are cut to.
+      train, held_out: indices of the sequences to train on and to evaluate on.
       seq_lens: tokens of each sequence, after cutting.
       hashes: of each sequence, after cutting.
       token_counts: occurrences of each token in all sequences.
-      fingerprint: hash of the sequences, their order and their division.
+      fingerprint: hash of the sequences, their order and their split.
     """
 
     source: SequenceSource
@@ -45,7 +45,7 @@ class Dataset:
 
 
 def is_held_out(sequence: TokenSequence, share: float) -> bool:
-    """Whether a sequence is for evaluation: decided by its prompt alone, so that no prompt is in both parts."""
+    """Whether a sequence is for evaluation. Its prompt alone decides, so that no prompt is trained and evaluated on."""
     prompt = sequence.tokens[: sequence.prompt_len] if sequence.prompt_len else sequence.tokens
     return _hash(prompt.astype("<i4").tobytes()) < share * 2**64
 
@@ -53,20 +53,20 @@ def is_held_out(sequence: TokenSequence, share: float) -> bool:
 def open_dataset(
     directory: str | Path, *, vocab_size: int, max_length: int, held_out: float, min_answer: int
 ) -> Dataset:
-    """Reads through the data once.
+    """Reads the data once, counts and splits it.
 
     Args:
       directory: of the shards.
       vocab_size: the target's.
       max_length: longer sequences are cut to this many tokens.
       held_out: share of the prompts that are for evaluation.
-      min_answer: sequences with fewer tokens after the prompt, once cut, belong to no part.
+      min_answer: sequences with fewer tokens after the prompt, once cut, are left out.
 
     Raises:
       ConfigError: no sequences, a damaged shard, none left to train on, or tokens that the target does not have.
     """
     source = SequenceSource(directory)
-    parts: tuple[list[int], list[int]] = ([], [])
+    split: tuple[list[int], list[int]] = ([], [])
     seq_lens, hashes, token_counts = [], [], np.zeros(vocab_size, np.int64)
     for index in range(len(source)):
         sequence = source[index]
@@ -80,13 +80,13 @@ def open_dataset(
         hashes.append(_hash(encode_record(TokenSequence(tokens, sequence.prompt_len))))
         token_counts += np.bincount(tokens, minlength=vocab_size)
         if len(tokens) - sequence.prompt_len >= min_answer:
-            parts[is_held_out(sequence, held_out)].append(index)
-    if not parts[0]:
+            split[is_held_out(sequence, held_out)].append(index)
+    if not split[0]:
         raise ConfigError(
-            f"none of the {len(source)} sequences in {directory} can be trained on: {len(parts[1])} are held out, "
+            f"none of the {len(source)} sequences in {directory} can be trained on: {len(split[1])} are held out, "
             f"and the others have fewer than {min_answer} tokens after the prompt within {max_length} tokens"
         )
-    train, evaluation = (np.asarray(part, np.int64) for part in parts)
+    train, evaluation = (np.asarray(part, np.int64) for part in split)
     digests = np.asarray(hashes, np.uint64)
     fingerprint = hashlib.sha256(digests.tobytes() + train.tobytes() + b"/" + evaluation.tobytes()).hexdigest()
     return Dataset(source, max_length, train, evaluation, np.asarray(seq_lens), digests, token_counts, fingerprint)
@@ -103,12 +103,12 @@ def open_data(section: DataSection, vocab_size: int) -> Dataset:
     )
 
 
-def most_frequent(directory: str | Path, count: int) -> tuple[list[int], float]:
+def most_frequent(directory: str | Path, limit: int) -> tuple[list[int], float]:
     """The most frequent tokens of the sequences in a directory, and the share of all tokens that are one of them.
 
     Args:
       directory: of the shards.
-      count: how many; fewer come if fewer occur.
+      limit: how many at most.
 
     Raises:
       ConfigError: no sequences, no token in them, or a damaged shard.
@@ -119,7 +119,7 @@ def most_frequent(directory: str | Path, count: int) -> tuple[list[int], float]:
     )
     if not len(tokens):
         raise ConfigError(f"the {len(source)} sequences in {directory} have no tokens; write them again")
-    found = np.argsort(-counts, kind="stable")[:count]
+    found = np.argsort(-counts, kind="stable")[:limit]
     return [int(token) for token in tokens[found]], float(counts[found].sum() / counts.sum())
 
 
@@ -128,9 +128,9 @@ def _hash(content: bytes) -> int:
 
 
 class Order:
-    """The order of training: every epoch is another shuffle, and a step's sequences follow from its number alone.
+    """The order of training: every epoch is another shuffle, and a step's number alone decides its sequences.
 
-    A run that resumes at a step therefore sees what it would have seen, with nothing else to save.
+    So a resumed run sees the same sequences, and a checkpoint needs no more than the step.
 
     Args:
       dataset: the data.
@@ -144,6 +144,6 @@ class Order:
         self._per_step = per_step
 
     def sequences(self, step: int) -> list[int]:
-        """Numbers of the sequences that a step trains on."""
+        """Indices of the sequences that a step trains on."""
         first = step * self._per_step
         return [self._indices[first + offset] for offset in range(self._per_step)]

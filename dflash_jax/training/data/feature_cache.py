@@ -1,8 +1,8 @@
 """Features on disk, in bfloat16: computed once, read by every epoch and every run over the same data.
 
-A directory holds, for one target and one list of sequences, a file of hidden states per layer (all tokens of
-all sequences, one after the other), a byte per sequence that says whether its states are there, and
-`sequences.npy` with the hash of each. More sequences may follow later; those there must stay.
+The directory of one target and one list of sequences has, for each layer, a file of hidden states (of all tokens
+of all sequences, one after the other) and a file with a byte per sequence, 1 where its states are there.
+`target.json` is the manifest, and `sequences.npy` has the hash of each sequence. Sequences may be added at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Features:
 
 
 class CachedFeatures(Features):
-    """The same, kept in a directory.
+    """Features that are also stored in a directory.
 
     Args:
       dataset, extractor, layers: see `Features`.
@@ -132,7 +132,7 @@ def _store(mapped: np.memmap, start: int, values: np.ndarray) -> None:
 
 
 def write_at(file: Path, offset: int, content: bytes) -> None:
-    """Writes into a file. Where the disk is full, this raises OSError; mapped memory would end the process.
+    """Writes into a file. On a full disk this raises OSError, where mapped memory would end the process.
 
     Raises:
       OSError: it cannot be written.
@@ -144,7 +144,7 @@ def write_at(file: Path, offset: int, content: bytes) -> None:
 
 
 def _grow(file: Path, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.memmap:
-    """A file of zeros, or what an earlier, shorter one holds followed by zeros. Zeros take no disk."""
+    """Maps a file, made or extended to this size with zeros. Zeros take no disk."""
     with file.open("ab") as stream:
         stream.truncate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
     return np.memmap(file, dtype, "r+", shape=shape)

@@ -1,4 +1,4 @@
-"""The target's hidden states over whole sequences, which a draft is conditioned on."""
+"""The target's hidden states over whole sequences: the features that a draft is conditioned on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run_sequences(
     feature_layers: tuple[int, ...] = (),
     implementation: Implementation | None = None,
 ) -> Extension:
-    """The target over whole sequences from their first tokens: `extend` with nothing cached."""
+    """Runs the target over whole sequences: `extend` with nothing cached."""
     sequences, length = tokens.shape
     nothing = jnp.zeros((config.num_layers, 1, 1, config.num_kv_heads, config.head_dim), params.embedding.dtype)
     context = Context(
@@ -43,7 +43,7 @@ def run_sequences(
 
 
 def up_to_layer(params: TargetParams, config: TargetConfig, layer: int) -> tuple[TargetParams, TargetConfig]:
-    """The target without the layers after one, for when nothing after it is asked for."""
+    """The target without the layers after `layer`, whose outputs are not needed."""
     return (
         params.replace(layers=params.layers[: layer + 1]),
         dataclasses.replace(config, layers=config.layers[: layer + 1]),
@@ -66,7 +66,7 @@ class FeatureExtractor:
     ) -> Float[np.ndarray, "tokens features"]:
         """Hidden states after the layers, concatenated in their order.
 
-        The number of the target's layers, where it is the last of them, stands for its final, normalised ones.
+        If the last entry is the number of the target's layers, it means the final hidden states, normalised.
         """
         # Padding at the end changes nothing before it: the target is causal.
         padded = np.pad(tokens, (0, -len(tokens) % _BUCKET))

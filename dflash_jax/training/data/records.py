@@ -23,7 +23,7 @@ _SUFFIX = ".arrayrecord"
 
 @dataclasses.dataclass(frozen=True)
 class TokenSequence:
-    """A text, and how much of it was the prompt: the target wrote the tokens after `prompt_len`."""
+    """A text as tokens. The first `prompt_len` are the prompt; the target wrote the others."""
 
     tokens: Int[np.ndarray, " tokens"]
     prompt_len: int
@@ -38,7 +38,7 @@ def decode_record(record: bytes) -> TokenSequence:
     """The sequence of a record.
 
     Raises:
-      ValueError: it is none; the message says why.
+      ValueError: it is no sequence; the message says why.
     """
     if not record or len(record) % 4:
         raise ValueError(f"{len(record)} bytes, which are no int32 numbers")

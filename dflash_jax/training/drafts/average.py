@@ -18,8 +18,8 @@ def average_drafts(paths: Sequence[str | Path], directory: str | Path, dtype: st
     arXiv 2203.05482). Drafts from different beginnings have no useful mean.
 
     Args:
-      paths: the drafts, as `load_draft` takes them; one that is named twice counts twice.
-      directory: where to; it must not exist, or be empty.
+      paths: the drafts, as `load_draft` takes them; one that is given twice counts twice.
+      directory: of the mean; it must not exist, or be empty.
       dtype: of the saved weights; the mean is taken in float32.
 
     Raises:

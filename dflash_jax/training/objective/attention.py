@@ -1,7 +1,7 @@
 """Attention of many blocks of a sequence, each to the context before its own anchor and to itself.
 
-It never holds the scores of all blocks: blocks go through in chunks, a chunk reads the context only as
-far as its last anchor, and the backward pass computes a chunk's scores again instead of keeping them.
+The scores of all blocks are never in memory together. Blocks are computed in chunks, a chunk reads the context only
+up to its last anchor, and the backward pass computes a chunk's scores again.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def anchored_attention(
     window: int | None,
     scale: float,
 ) -> Float[Array, "sequences anchors block heads head_dim"]:
-    """What `block_attention` computes when each block's context is the sequence before its anchor.
+    """`block_attention` where each block's context is the sequence before its anchor.
 
     Args:
-      q: queries of the blocks, rotated; block n stands at positions anchors[n], anchors[n] + 1, ...
+      q: queries of the blocks, rotated; block n is at positions anchors[n], anchors[n] + 1, ...
       k_block, v_block: keys and values of the blocks.
       k_context, v_context: keys and values of the sequence's tokens.
       anchors: position of each block's first token; ascending ones make it faster.

@@ -1,4 +1,4 @@
-"""What a run makes for itself before it can begin: sequences of a rule, and a target."""
+"""Inputs that a run makes first: sequences of a rule, and a pretrained target."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PRETRAIN = "pretrain.json"
 
 
 def make_inputs(config: TrainConfig) -> None:
-    """Makes the sequences (`data.rule`) and the target (`pretrain`) that a run asks for, unless they are there.
+    """Makes the sequences (`data.rule`) and the target (`pretrain`) of a run, unless they are there.
 
-    Each appears whole or not at all, with a record of what it was made from.
+    Each appears whole or not at all, with a manifest.
 
     Raises:
-      ConfigError: there is something else in its place, or the config cannot work.
+      ConfigError: something else is in their place, or the config cannot work.
     """
     if config.data.rule is not None:
         _make_sequences(config.data.path, config.data.rule)
@@ -61,7 +61,7 @@ def _make_target(config: TrainConfig, section: PretrainSection) -> None:
     shape = fresh_target_config(section.shape)
     dataset = open_data(config.data, shape.vocab_size)
     if config.draft.path is None:
-        # What the draft would be refused for is said before the target is trained, not after.
+        # Errors about the draft come before the target is trained, not after.
         check_mask_token(fresh_config(config.draft, shape).mask_token_id, shape, dataset)
     settings = pretrain_settings(config, dataset.fingerprint)
     if directory.exists():

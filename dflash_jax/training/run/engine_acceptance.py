@@ -1,4 +1,4 @@
-"""A draft judged by decoding with it: what teacher forcing only estimates."""
+"""Acceptance measured by decoding with the engine, which teacher forcing only estimates."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def engine_acceptance(
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
 ) -> dict[str, float]:
-    """Answers prompts greedily with the draft, and counts.
+    """Answers prompts greedily with the draft, and measures acceptance.
 
     Args:
-      target: the model it drafts for.
+      target: the model that the draft is for.
       draft_config, draft: the draft, for raw features.
       prompts: token ids.
-      max_tokens: tokens of each answer; the model's own end counts as an end.
+      max_tokens: longest answer; the model's end tokens end it too.
 
     Returns:
       `mean_acceptance_length` and `accept_rate` over all answers (vLLM's conventions).

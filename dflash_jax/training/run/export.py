@@ -45,5 +45,13 @@ def export_draft(config: TrainConfig, directory: str | Path, dtype: str = "bfloa
             start = fresh_params(key, draft_config, config.init, target.params, target.config)
         like = initial_state(start, make_optimiser(config.optimiser, config.dtype), key)
         state = store.restore(like)
-        save_draft(directory, draft_config, unscale_features(state.params, jnp.asarray(store.load_scale())), dtype)
+        save_draft(
+            directory,
+            draft_config,
+            unscale_features(
+                state.params,
+                jnp.asarray(store.load_scale(draft_config.hidden_size * len(draft_config.target_layer_ids))),
+            ),
+            dtype,
+        )
         return step

@@ -1,4 +1,4 @@
-"""What a run measures, as JSON lines."""
+"""A run's metrics, as JSON lines."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class MetricsLog:
 
 
 def read_metrics(file: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a metrics file, of one kind if given; what is none, as one that was cut off, is left out."""
+    """The lines of a metrics file, of one kind if given. Lines that were cut off or are damaged are left out."""
     lines = []
     for line in file.read_bytes().splitlines():
         try:
             parsed = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(parsed, dict) and isinstance(parsed.get("step"), int) and kind in (None, parsed.get("kind")):
             lines.append(parsed)

@@ -1,4 +1,4 @@
-"""A training run from its config to its exported draft."""
+"""A training run, from its config to its exported draft."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from dflash_jax.training.run.store import RunStore
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
       step: steps taken.
-      finished: whether these were all; otherwise it was asked to stop and can be resumed.
+      finished: False if it was asked to stop before its last step; it can be resumed.
       draft_config, params: the draft, for raw features.
     """
 
@@ -52,11 +52,11 @@ class Trained:
 
 
 def train(config: TrainConfig) -> Trained:
-    """Trains a draft, going on from the output directory's newest checkpoint if it has one.
+    """Trains a draft, from the newest checkpoint in the output directory if there is one.
 
     Sequences and a target that the config describes are made first (`make_inputs`).
 
-    SIGINT and SIGTERM end it after the step it is at, with a checkpoint.
+    SIGINT and SIGTERM end it after the current step, with a checkpoint.
 
     Args:
       config: the run.
@@ -64,7 +64,7 @@ def train(config: TrainConfig) -> Trained:
     Raises:
       ConfigError: a config that cannot work, or not the one that the run was started with.
       CheckpointError: a target, draft or checkpoint that cannot be read.
-      TrainingError: the loss or a weight is no number any more.
+      TrainingError: the loss or a weight is not finite any more.
     """
     config.output.mkdir(parents=True, exist_ok=True)
     with sole_writer(config.output / ".lock", f"the run in {config.output}"):
@@ -104,7 +104,7 @@ def _loop(run: Run, store: RunStore) -> Trained:
                     f"{figures['anchors_per_second']:.0f} anchors/s",
                 )
             bar.at(step)
-            # A step has its checkpoint after its evaluation: whoever resumes from there has that in the metrics.
+            # The checkpoint comes after the evaluation, so that a resumed run has the evaluation in its metrics.
             paused = time.perf_counter()
             evaluate(step, state, last=step == section.steps)
             window_start += time.perf_counter() - paused
@@ -126,7 +126,7 @@ def _save(store: RunStore, state: TrainState) -> None:
 
 
 def _check_finite(what: str, values: Any, step: int, store: RunStore) -> None:
-    """Raises TrainingError if a number is none."""
+    """Raises TrainingError if a number is not finite."""
     if all(np.isfinite(leaf).all() for leaf in jax.device_get(jax.tree.leaves(values))):
         return
     saved = store.latest_step()
@@ -149,7 +149,7 @@ def _train_figures(metrics: DraftMetrics, seconds: float) -> dict:
 
 
 def _evaluator(run: Run, log: MetricsLog, bar: Bar):
-    """Evaluates a state at the steps that ask for it."""
+    """A function that evaluates a state at the steps with an evaluation."""
     section = run.config.evaluation
     evaluate = make_eval_step(run.draft_config, run.config.dtype, run.config.loss, section.anchors)
     chosen = [int(index) for index in run.dataset.held_out[: section.sequences]]

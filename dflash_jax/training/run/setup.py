@@ -1,4 +1,4 @@
-"""What a run needs before its first step: the target, the data, the features and the starting draft."""
+"""The setup of a run: target, data, features and starting draft, loaded and checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflash_jax.training.data.batch import Batch, pad, token_batch
 from dflash_jax.training.data.dataset import Dataset, Order, open_data
 from dflash_jax.training.data.feature_cache import CachedFeatures, Features
 from dflash_jax.training.data.features import FeatureExtractor, fingerprint
-from dflash_jax.training.drafts.feature_scale import feature_scale, scale_features, unscale_features
+from dflash_jax.training.drafts.feature_scale import feature_scale, num_features, scale_features, unscale_features
 from dflash_jax.training.drafts.init import check_num_weights, fresh_params
 from dflash_jax.training.drafts.start import check_mask_token, starting_draft
 from dflash_jax.training.objective.sampled_softmax import SubsetPlan, plan_subset
@@ -102,7 +102,7 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
     features = _open_features(config, target, draft_config, dataset, dependencies["target fingerprint"])
     if store.latest_step() is None:
         store.save_scale(_measure_scale(config, draft_config, dataset, features))
-    scale = jnp.asarray(store.load_scale())
+    scale = jnp.asarray(store.load_scale(num_features(draft_config)))
     params = fresh() if start is None else scale_features(start, scale)
     state = initial_state(params, make_optimiser(config.optimiser, config.dtype), jax.random.fold_in(key, 2))
     shared = shared_weights(target.params, config.dtype)
@@ -153,7 +153,7 @@ def _open_features(
 def _measure_scale(
     config: TrainConfig, draft: DraftConfig, dataset: Dataset, features: Features
 ) -> Float[np.ndarray, " features"]:
-    width = draft.hidden_size * len(draft.target_layer_ids)
+    width = num_features(draft)
     if config.init.fc == "plain" and config.draft.path is None:
         return np.ones(width, np.float32)
     chosen = Order(dataset, config.seed, config.init.feature_sequences).sequences(0)
@@ -161,7 +161,7 @@ def _measure_scale(
 
 
 def build_features(config: TrainConfig, report_progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Computes the features of all sequences of a run ahead of it.
+    """Computes and caches the features of all sequences of a run.
 
     Args:
       config: the run; its `data.features` says where to.

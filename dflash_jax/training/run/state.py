@@ -1,4 +1,4 @@
-"""Everything that a training step changes."""
+"""The state of a training run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dflash_jax.models.weights import DraftParams
 
 @struct.dataclass
 class TrainState:
-    """A run between two steps. Together with the config it decides all that follows.
+    """A run between two steps. With the config it determines every later step.
 
     Attributes:
       params: the draft's weights, float32, for scaled features.
       optimiser: the optimiser's state.
       step: steps taken.
-      key: random key of the run, as its data; a step's own is folded from it and its number.
+      key: random key of the run, as its data; a step's key is folded from it and the step.
     """
 
     params: DraftParams
@@ -33,6 +33,6 @@ class TrainState:
 
 
 def initial_state(params: DraftParams, optimiser: optax.GradientTransformation, key: Key[Array, ""]) -> TrainState:
-    """The state before the first step. It shares no array with what it is made from, since steps donate it."""
+    """The state before the first step. It shares no array with `params`, since steps donate it."""
     params = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
     return TrainState(params, optimiser.init(params), jnp.zeros((), jnp.int32), jax.random.key_data(key))

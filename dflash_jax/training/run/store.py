@@ -1,4 +1,4 @@
-"""A run's directory: what it was started with, its checkpoints, and the draft it exports."""
+"""A run's directory: its manifest, its checkpoints and its feature scale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dflash_jax.training.run.state import TrainState
 _MAY_CHANGE = ("output", "log_every", "checkpoint", "evaluation", "pretrain")
 _MAY_CHANGE_IN_DATA = ("data.path", "data.rule", "data.features")
 # A setting that a record of a run does not have was at its default.
-_DEFAULTS = {"target": "", "output": ".", "draft": {}, "data": {"path": "."}, "optimiser": {"steps": 1}}
+_DEFAULTS = {"target": ".", "output": ".", "draft": {}, "data": {"path": "."}, "optimiser": {"steps": 1}}
 
 # The names of `setup.dependencies_of`, and that of the data.
 _DEPENDENCIES = ("target fingerprint", "data fingerprint", "draft fingerprint", "features in bfloat16")
@@ -84,7 +84,7 @@ class RunStore:
         if not self._manifest.exists():
             raise ConfigError(
                 f"{self.directory} has checkpoints but no {self._manifest.name} to say what they are of; "
-                "put it back, or give another output"
+                "restore it, or give another output"
             )
         recorded = read_manifest(self._manifest)
         not_given = {
@@ -101,19 +101,27 @@ class RunStore:
         """Keeps what the run divides features by."""
         replace_array(self._scale, scale)
 
-    def load_scale(self) -> Float[np.ndarray, " features"]:
+    def load_scale(self, size: int) -> Float[np.ndarray, " features"]:
         """What the run divides features by.
+
+        Args:
+          size: how many features the draft has.
 
         Raises:
           CheckpointError: the file is gone or damaged.
         """
         try:
-            return np.load(self._scale)
+            scale = np.load(self._scale)
+            if scale.dtype != np.float32 or scale.shape != (size,):
+                raise ValueError(f"{scale.dtype} of shape {scale.shape} instead of float32 of shape ({size},)")
+            if not (np.isfinite(scale) & (scale > 0)).all():
+                raise ValueError("not every number is positive and finite")
         except (OSError, ValueError, EOFError) as error:
             raise CheckpointError(
                 f"{self._scale} cannot be read ({_first_line(error)}), and the run's checkpoints need it; "
-                "put it back, or give another output"
+                "restore it, or give another output"
             ) from None
+        return scale
 
     def save(self, state: TrainState) -> None:
         """Writes a checkpoint, if this step has none yet.
@@ -162,11 +170,11 @@ class RunStore:
 
 
 def run_settings(config: TrainConfig) -> dict[str, Any]:
-    """What a run and its resumption must have in common, under dotted names."""
+    """The settings that must stay the same when a run is resumed, under dotted names."""
     flat = flatten(config.model_dump(mode="json", exclude=set(_MAY_CHANGE)))
     return {name: value for name, value in flat.items() if not name.startswith(_MAY_CHANGE_IN_DATA)}
 
 
 def _first_line(error: BaseException) -> str:
-    """What an exception says, without the rest of a page."""
+    """The first line of an exception's message."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -94,11 +94,16 @@ def test_checkpoints_without_a_record_are_refused(run, recall_data):
             call()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "\xff", "[" * 100_000, '"' + "x" * 5_000_000 + '"', "1" * 5_000, '{"seed": ' + "1" * 4_000 + "}"],
+    ids=["empty", "cut", "a list", "not UTF-8", "deep", "long", "a long number", "a long seed"],
+)
 def test_a_damaged_record_is_named(run, recall_data, content):
     (run / "run" / "run.json").write_bytes(content.encode("latin1"))
-    with pytest.raises(ConfigError, match=r"run\.json (is damaged|holds)"):
+    with pytest.raises(ConfigError, match=r"run\.json (is damaged|holds)|changed: ") as caught:
         train(config(run, recall_data))
+    assert len(str(caught.value)) < 1000
 
 
 def test_an_equal_record_is_left_alone(tmp_path):
@@ -117,11 +122,22 @@ def test_a_draft_that_was_left_behind_is_not_taken_for_the_result(run, recall_da
     assert read_metrics(run / "run" / "metrics.jsonl", "held_out")
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut"])
-def test_a_missing_scale_is_named(run, recall_data, tmp_path, damage):
+@pytest.mark.parametrize("damage", ["gone", "cut", "of another draft", "not finite", "another dtype"])
+def test_a_missing_or_damaged_scale_is_named(run, recall_data, tmp_path, damage):
     scale = run / "run" / "feature_scale.npy"
     content = scale.read_bytes()
-    scale.unlink() if damage == "gone" else scale.write_bytes(content[:40])
+    whole = np.load(scale)
+    match damage:
+        case "gone":
+            scale.unlink()
+        case "cut":
+            scale.write_bytes(content[:40])
+        case "of another draft":
+            np.save(scale, whole[:128])
+        case "not finite":
+            np.save(scale, np.where(np.arange(len(whole)) == 3, np.nan, whole))
+        case "another dtype":
+            np.save(scale, whole.astype(str))
     for call in (
         lambda: train(config(run, recall_data)),
         lambda: export_draft(config(run, recall_data), tmp_path / "d"),
@@ -210,7 +226,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process():
     [
         ({"seed": -1}, "seed"),
         ({"seed": 2**32}, "seed"),
-        ({"output": ""}, "it must name a directory"),
+        ({"output": ""}, "it must name a file or directory"),
         ({"draft": {"target_layer_ids": []}}, "draft.target_layer_ids"),
         ({"init": {"second_tap": float("nan")}}, "init.second_tap"),
         ({"optimiser": {"steps": 10**30}}, "optimiser.steps"),
