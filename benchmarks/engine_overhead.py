@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax import Engine
+from dflash_jax.compile_cache import enable_compile_cache
 from dflash_jax.engine import Models
-from dflash_jax.jobs.compile_cache import enable_compile_cache
 from dflash_jax.models.target import extend, lm_head
 
 

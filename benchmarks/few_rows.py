@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.kernels import native
-from dflash_jax.kernels.product import RowMatrix
+from dflash_jax.models.matrix import Matrix
 
 
 @jax.jit
@@ -40,8 +40,8 @@ def main() -> None:
     arrays = [jax.random.normal(key, shape) * shape[0] ** -0.5 for key, shape in zip(keys, shapes, strict=True)]
     kinds = {
         "XLA, float32": arrays,
-        "native, float32": [RowMatrix(array.T) for array in arrays],
-        "native, bfloat16": [RowMatrix(array.T.astype(jnp.bfloat16)) for array in arrays],
+        "native, float32": [Matrix(array.T, "out_in") for array in arrays],
+        "native, bfloat16": [Matrix(array.T.astype(jnp.bfloat16), "out_in") for array in arrays],
     }
     print("rows " + " ".join(f"{kind:>17}" for kind in kinds))
     for rows in map(int, options.rows.split(",")):

@@ -114,7 +114,7 @@ def check_attention(clock: Clock, small: bool) -> list[dict[str, Any]]:
         arguments = attention_arguments(jax.random.key(index), layers=2, dtype=dtype, **shape)
         attend = functools.partial(block_attention, **static, scale=shape["head_dim"] ** -0.5)
         with mosaic.simulated() if small else contextlib.nullcontext():
-            out = np.asarray(jax.jit(functools.partial(attend, implementation="pallas"))(**arguments), np.float64)
+            out = np.asarray(jax.jit(functools.partial(attend, implementation="mosaic_gpu"))(**arguments), np.float64)
         with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
             exact = {
                 name: jnp.asarray(np.asarray(value), jnp.float64 if value.dtype == dtype else jnp.int32)
@@ -251,7 +251,7 @@ def main() -> int:
     for entry in result["correctness"]:
         print(f"  attention {entry['shape']}: error {entry['error']:.1e} {'ok' if entry['ok'] else 'WRONG'}")
     for entry in result["ops"]:
-        line = "  {op} at {rows} rows: error {error:.1e} {verdict}; kernel {pallas_ms:.3f} ms, XLA {xla_ms:.3f} ms"
+        line = "  {op} at {rows} rows: error {error:.1e} {verdict}; kernel {mosaic_gpu_ms:.3f} ms, XLA {xla_ms:.3f} ms"
         print(line.format(**entry, verdict="ok" if entry["ok"] else "WRONG"))
     print(f"  copy {result['copy_gb_per_s']:.0f} GB/s; weights read once in {result['read_weights_ms']:.2f} ms")
     for entry in result["attention"]:

@@ -82,7 +82,7 @@ def compile_round(*, rows: int, num_pages: int, page_size: int, rounds: int, imp
 def describe(compiled, state) -> dict[str, int]:
     """Launches (of a loop's body once), bytes, and copies of pools.
 
-    `kernels` and `pallas` count both branches of a conditional, `always` and `logits_bytes` (float32 arrays
+    `kernels` and `mosaic_gpu` count both branches of a conditional, `always` and `logits_bytes` (float32 arrays
     over the vocabulary) only what lies in no branch: what every round launches and writes, whoever samples.
     """
     text = compiled.as_text()
@@ -96,7 +96,7 @@ def describe(compiled, state) -> dict[str, int]:
         "kernels": launches.total(),
         "always": len(_LAUNCHES.findall(always)),
         "logits_bytes": sum(4 * math.prod(map(int, shape.split(","))) for shape in logits),
-        "pallas": text.count('custom_call_target="mosaic_gpu'),
+        "mosaic_gpu": text.count('custom_call_target="mosaic_gpu'),
         "matmul": len(re.findall(r'custom_call_target="__cublas|"kind":"__triton\w*gemm', text)),
         "state_bytes": sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         "donated_bytes": memory.alias_size_in_bytes,
@@ -133,8 +133,8 @@ def main() -> int:
     arguments = parser.parse_args()
     middle = arguments.rows[len(arguments.rows) // 2]
     # Several rounds in one dispatch are a loop, which is where XLA is tempted to copy; plain XLA to compare with.
-    cases = [("pallas", rows, 1) for rows in arguments.rows] + [("pallas", middle, 4), ("xla", middle, 1)]
-    columns = ("kernels", "always", "pallas", "matmul", "pool_copies")
+    cases = [("mosaic_gpu", rows, 1) for rows in arguments.rows] + [("mosaic_gpu", middle, 4), ("xla", middle, 1)]
+    columns = ("kernels", "always", "mosaic_gpu", "matmul", "pool_copies")
     print(
         "| kernels of | rows | rounds | pages | "
         + " | ".join(columns)

@@ -35,12 +35,12 @@ def _head(rows: int, top_k: int, name: str, small: bool, seconds: Seconds) -> di
     keys = jax.random.split(jax.random.key(rows), 2)
     hidden = jax.random.normal(keys[0], (rows, depth), jnp.bfloat16)
     weight = jax.random.normal(keys[1], (depth, vocab), jnp.bfloat16) * depth**-0.5
-    best = functools.partial(best_tokens, tied=False, top_k=top_k)
+    best = functools.partial(best_tokens, layout="in_out", top_k=top_k)
     calls = _jitted(best, small, hidden, weight)
-    values, ids = (np.asarray(x) for x in calls["pallas"]())
+    values, ids = (np.asarray(x) for x in calls["mosaic_gpu"]())
     # In float32: the whole head in float64 would take longer than all the rest.
     with jax.default_matmul_precision("highest"):
-        logits = head_logits(hidden.astype(jnp.float32), weight.astype(jnp.float32), tied=False)
+        logits = head_logits(hidden.astype(jnp.float32), weight.astype(jnp.float32), layout="in_out")
         expected = np.asarray(jax.lax.top_k(logits, top_k)[0])
         named = np.asarray(jnp.take_along_axis(logits, jnp.asarray(ids), axis=-1))
     error = max(float(np.abs(values - expected).max()), float(np.abs(values - named).max()))
@@ -77,7 +77,7 @@ def _selector(rows: int, small: bool, seconds: Seconds) -> dict[str, Any]:
     }
     noise = jax.random.gumbel(keys[6], shape)
     calls = _jitted(select_path, small, *scored.values(), jnp.zeros(rows), noise)
-    path, _ = (np.asarray(x) for x in calls["pallas"]())
+    path, _ = (np.asarray(x) for x in calls["mosaic_gpu"]())
     with jax.default_matmul_precision("highest"):
         edges = np.asarray(
             edge_scores(**{n: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for n, x in scored.items()})
@@ -99,12 +99,12 @@ def _jitted(op, small: bool, *arguments) -> dict[str, Callable[[], Any]]:
         compiled = jax.jit(functools.partial(op, implementation=implementation))
 
         def run():
-            with mosaic.simulated() if small and implementation == "pallas" else contextlib.nullcontext():
+            with mosaic.simulated() if small and implementation == "mosaic_gpu" else contextlib.nullcontext():
                 return jax.block_until_ready(compiled(*arguments))
 
         return run
 
-    return {implementation: call(implementation) for implementation in ("pallas", "xla")}
+    return {implementation: call(implementation) for implementation in ("mosaic_gpu", "xla")}
 
 
 def _entry(name: str, rows: int, error: float, calls, seconds: Seconds) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def generate(
     from dflash_jax.jobs.signals import stop_on_signals
 
     with stop_on_signals() as stop:
-        from dflash_jax.jobs.compile_cache import enable_compile_cache
+        from dflash_jax.compile_cache import enable_compile_cache
         from dflash_jax.jobs.config import load_job
         from dflash_jax.jobs.generate import run_job
         from dflash_jax.jobs.screen import Screen
@@ -112,7 +112,7 @@ def ladder(
     """Measure speculation on and off at growing concurrency; see docs/ladder.md."""
     from rich.console import Console
 
-    from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.jobs.ladder import Load, failures, run_ladder
     from dflash_jax.jobs.ladder_config import load_ladder, parse_rungs
     from dflash_jax.jobs.ladder_report import ladder_table, write_ladder
@@ -139,7 +139,7 @@ def data_generate(
     set_: _Set = None,
 ) -> None:
     """Let the target write conversations. Run again, it writes only what is missing."""
-    from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.training.corpora.config import CorpusConfig
     from dflash_jax.training.corpora.generate import write_corpus
 
@@ -181,7 +181,7 @@ def data_features(
     set_: _Set = None,
 ) -> None:
     """Compute the target's features of a run's data ahead of it; what is there already stays."""
-    from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.progress import Bar
     from dflash_jax.training import TrainConfig
     from dflash_jax.training.run.setup import build_features
@@ -198,7 +198,7 @@ def train(
     set_: _Set = None,
 ) -> None:
     """Train a drafter. Run again, it goes on from the newest checkpoint."""
-    from dflash_jax.jobs.compile_cache import enable_compile_cache
+    from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.training import TrainConfig, run_training
 
     run = _read(TrainConfig, config, set_)

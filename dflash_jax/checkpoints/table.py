@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 from jaxtyping import Array
 
 from dflash_jax.models.config import DraftConfig, MoeConfig, TargetConfig, TransformerConfig
+from dflash_jax.models.matrix import Matrix
 from dflash_jax.models.weights import (
     AttentionWeights,
     ConvWeights,
@@ -46,6 +48,11 @@ class Leaf:
     shape: tuple[int, ...]
     transposed: bool = False
     experts: int = 0
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the params hold it as a `Matrix`: the weight of a Linear that activations are multiplied by."""
+        return self.transposed and not self.experts
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -141,15 +148,23 @@ def _moe_leaves(path: str, name: str, hidden: int, moe: MoeConfig) -> Iterator[L
 
 
 def param_at(params: Params, path: str) -> Array:
-    """The array at a leaf's path."""
+    """The array at a leaf's path; of a matrix [inputs, outputs], however it lies."""
     node = params
     for step in path.split("."):
         node = node[int(step)] if step.isdigit() else getattr(node, step)  # type: ignore[index]
-    return node  # type: ignore[return-value]
+    return node.in_out if isinstance(node, Matrix) else node  # type: ignore[return-value]
 
 
 def build_params(config: Config, arrays: Mapping[str, jax.Array]) -> Params:
     """Params from an array per path of the config's table."""
+    return _build(config, {leaf.path: _held(leaf, arrays[leaf.path]) for leaf in table(config)})
+
+
+def _held(leaf: Leaf, array: jax.Array) -> Any:
+    return Matrix(array) if leaf.is_matrix else array
+
+
+def _build(config: Config, arrays: Mapping[str, Any]) -> Params:
     layers = tuple(_layer(f"layers.{index}", arrays) for index in range(config.num_layers))
     if isinstance(config, TargetConfig):
         return TargetParams(
@@ -167,7 +182,7 @@ def build_params(config: Config, arrays: Mapping[str, jax.Array]) -> Params:
     )
 
 
-def _layer(path: str, arrays: Mapping[str, jax.Array]) -> LayerWeights:
+def _layer(path: str, arrays: Mapping[str, Any]) -> LayerWeights:
     def linear(part: str) -> Linear:
         return Linear(weight=arrays[f"{path}.{part}.weight"], bias=arrays.get(f"{path}.{part}.bias"))
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.checkpoints import Tokenizer
+from dflash_jax.compile_cache import enable_compile_cache
 from dflash_jax.engine import device, scheduler
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.invariants import MEANING, Violation
@@ -25,7 +26,7 @@ from dflash_jax.engine.scheduler import Chunk, HostState
 from dflash_jax.engine.state import EngineState, Models, Rows, init_state
 from dflash_jax.engine.steps import Report
 from dflash_jax.errors import ConfigError, InvariantError
-from dflash_jax.kernels.choice import Implementation
+from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import check_pair
 
 NO_LIMIT = int(np.iinfo(np.int32).max)
@@ -60,11 +61,12 @@ class Core:
           k: tokens to draft in each round; the trained block_size - 1 by default.
           max_context: requests whose context grows past this many tokens go on without drafting.
           clock: seconds, for the metrics.
-          implementation: of the kernels; see `kernels.choice`.
+          implementation: of the kernels; see `kernels.dispatch`.
 
         Raises:
           ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
         """
+        enable_compile_cache()
         self.models = models
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
@@ -75,7 +77,7 @@ class Core:
         elif k is not None:
             raise ConfigError(f"draft.k is {k}, but there is no draft to propose tokens")
         self._check_sizes()
-        self.models = device.arranged(models, implementation)
+        self.models = device.prepare(models, implementation)
         self.draft_limit = max_context if max_context is not None else NO_LIMIT
         self.implementation: Implementation | None = implementation
         self.state: EngineState = self._empty_state()

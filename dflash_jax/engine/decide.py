@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.engine.state import Models
-from dflash_jax.kernels.choice import Implementation
-from dflash_jax.kernels.lm_head import best_tokens, writes_logits
-from dflash_jax.models.selector import Proposal
-from dflash_jax.models.target import head, lm_head
+from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.models.drafters import Proposal
+from dflash_jax.models.lm_head import target_head
 from dflash_jax.sampling import Sampler, Verdict, verify, verify_greedy
 
 
@@ -32,18 +31,20 @@ def decide(
       models: whose target has the head.
       hidden: the target's, after the anchor and after each drafted token.
       proposal, drafted, sampler, position: see `verify`; drafted counts the real ones.
-      implementation: of the kernels; see `kernels.choice`.
+      implementation: of the kernels; see `kernels.dispatch`.
     """
 
+    head = target_head(models.target)
+
     def from_logits() -> Verdict:
-        logits = lm_head(models.target, hidden)
+        logits = head.logits(hidden, implementation=implementation)
         return verify(logits, proposal.tokens, drafted, proposal.candidates, proposal.probs, sampler, position)
 
     def from_best() -> Verdict:
         with jax.named_scope("lm_head"):
-            _, best = best_tokens(hidden, **head(models.target), top_k=1, implementation=implementation)
+            _, best = head.best(hidden, 1, implementation=implementation)
         return verify_greedy(best[..., 0], proposal.tokens, drafted)
 
-    if writes_logits(hidden, **head(models.target), implementation=implementation):
+    if head.writes_logits(hidden, implementation=implementation):
         return from_logits()
     return jax.lax.cond(jnp.any(sampler.temperature > 0), from_logits, from_best)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array
 
 from dflash_jax.engine import rows as row_ops
 from dflash_jax.engine.request import Progress
@@ -16,9 +15,8 @@ from dflash_jax.engine.scheduler import Chunk
 from dflash_jax.engine.state import MAX_STOP_TOKENS, Models, Rows, Slots
 from dflash_jax.engine.steps import prefill, run_rounds
 from dflash_jax.kernels import native
-from dflash_jax.kernels.choice import Implementation
-from dflash_jax.kernels.product import RowMatrix
-from dflash_jax.models.weights import is_matrix
+from dflash_jax.kernels.dispatch import Implementation, default
+from dflash_jax.models.matrix import Matrix, map_matrices
 from dflash_jax.sampling import Sampler
 
 
@@ -38,28 +36,18 @@ def decode_program(*, donate: bool) -> Callable:
     )
 
 
-def arranged(models: Models, implementation: Implementation | None) -> Models:
-    """The models as the device is fastest with them.
+def prepare(models: Models, implementation: Implementation | None) -> Models:
+    """The models as the device is fastest with them; from whichever engine they come.
 
-    On CPUs that is with a row of each matrix per output, for the native product, which takes copies of them all but a
-    tied LM head. Nothing changes where it is not available, where an `implementation` is asked for, and for what
-    lies so already.
+    For native code every matrix lies a row per output, which takes copies of them all but a tied LM head; for all
+    else [inputs, outputs]. A matrix that lies so already stays the same array.
     """
-    if implementation is not None or not native.available():
-        return models
+    for_native = (implementation or default()) == "native" and native.available()
 
-    def arrange(path: tuple, leaf: Array | RowMatrix) -> Array | RowMatrix:
-        if isinstance(leaf, RowMatrix) or not (is_matrix(path, leaf) and native.computes(leaf.dtype)):
-            return leaf
-        return RowMatrix(leaf.T)
+    def laid_out(matrix: Matrix) -> Matrix:
+        return matrix.laid_out("out_in" if for_native and native.computes(matrix.dtype) else "in_out")
 
-    target = models.target
-    if target.lm_head is None and native.computes(target.embedding.dtype):
-        models = models.replace(target=target.replace(lm_head=RowMatrix(target.embedding)))
-    leaves, form = jax.tree_util.tree_flatten_with_path(models, is_leaf=lambda leaf: isinstance(leaf, RowMatrix))
-    new = [arrange(path, leaf) for path, leaf in leaves]
-    unchanged = all(after is before for after, (_, before) in zip(new, leaves, strict=True))
-    return models if unchanged else jax.tree.unflatten(form, new)
+    return map_matrices(laid_out, models)
 
 
 condense = jax.jit(row_ops.condense)

@@ -24,7 +24,7 @@ from dflash_jax.engine.request import Completion, Progress, Request, SamplingPar
 from dflash_jax.engine.scheduler import HostState
 from dflash_jax.engine.state import Models
 from dflash_jax.errors import CheckpointError, RequestError
-from dflash_jax.models.draft import make_shortlist
+from dflash_jax.models.lm_head import make_shortlist
 from dflash_jax.settings import parse, read_settings
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, PyTree
 
-from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig
-from dflash_jax.models.draft import Shortlist
-from dflash_jax.models.weights import DraftParams, TargetParams
+from dflash_jax.models.lm_head import LmHead
+from dflash_jax.models.weights import TargetParams
 from dflash_jax.sampling import Sampler
 
 MAX_STOP_TOKENS = 8
@@ -26,15 +26,15 @@ class Models(struct.PyTreeNode):
 
     Attributes:
       target, target_config: the target.
-      draft, draft_config: the draft; None decodes plainly.
-      shortlist: the tokens the draft proposes from; None for all.
+      draft, draft_config: the draft, `DraftParams` or the weights of another kind; None decodes plainly.
+      shortlist: the part of the LM head that the draft proposes from; None for all of it.
     """
 
     target: TargetParams
     target_config: TargetConfig = struct.field(pytree_node=False)
-    draft: DraftParams | None = None
+    draft: PyTree | None = None
     draft_config: DraftConfig | None = struct.field(pytree_node=False, default=None)
-    shortlist: Shortlist | None = None
+    shortlist: LmHead | None = None
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -17,11 +17,10 @@ from jaxtyping import Array, Bool, Int
 from dflash_jax.engine.decide import decide
 from dflash_jax.engine.invariants import violations
 from dflash_jax.engine.state import EngineState, Models, Slots
-from dflash_jax.kernels.choice import Implementation
-from dflash_jax.models.draft import context_entries, propose
-from dflash_jax.models.selector import Proposal
+from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.models.drafters import Proposal, drafter_of
 from dflash_jax.models.target import Extension, extend
-from dflash_jax.sampling import Purpose, Sampler, gumbel
+from dflash_jax.sampling import Sampler
 
 
 class Report(struct.PyTreeNode):
@@ -67,7 +66,7 @@ def prefill(
       count: real tokens in each chunk; 0 for a row that does nothing.
       last: the chunk ends the prompt: its last token's logits decide the anchor, and the slot decodes.
       known_next: the anchor of a request that resumes, which is committed already; -1 to sample it.
-      implementation: of the kernels; see `kernels.choice`.
+      implementation: of the kernels; see `kernels.dispatch`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
     slot = jnp.maximum(idx_mapping, 0)
@@ -93,7 +92,7 @@ def prefill(
     # The last layer's attention reads the pages that are written here. Its keys and values are there before it,
     # so without a token to wait for, XLA could write first, and would copy all pages to be able to.
     count = jnp.where(verdict.next_token >= 0, count, 0)
-    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)
+    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count, implementation)
     state = _update(state, jnp.where(ends, idx_mapping, -1), anchor=anchor, decoding=ends, finished=finished)
     state = _update(state, jnp.where(sampled, idx_mapping, -1), tokens_left=slots.tokens_left[slot] - produced)
     state = _update(state, jnp.where(violation > 0, idx_mapping, -1), violation=violation)
@@ -119,7 +118,7 @@ def run_round(
       state: the engine's state; rows whose slots still prefill do nothing.
       drafts: k, tokens to draft; 0 decodes plainly. Slots that do not speculate, or whose context has
         passed their draft_limit, decode plainly in any case.
-      implementation: of the kernels; see `kernels.choice`.
+      implementation: of the kernels; see `kernels.dispatch`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
     slot = jnp.maximum(idx_mapping, 0)
@@ -149,7 +148,7 @@ def run_round(
     with jax.named_scope("commit"):
         left = slots.tokens_left[slot] - produced
         finished = live & (stopped | (left <= 0))
-        state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), drafting, produced)
+        state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), drafting, produced, implementation)
         state = _update(
             state,
             jnp.where(live, idx_mapping, -1),
@@ -214,30 +213,19 @@ def _no_proposal(rows: int) -> Proposal:
 
 
 def _propose(models: Models, state: EngineState, idx_mapping, sampler: Sampler, drafts: int, implementation):
-    rows = idx_mapping.shape[0]
     if drafts == 0:
-        return _no_proposal(rows)
+        return _no_proposal(idx_mapping.shape[0])
     assert models.draft is not None and models.draft_config is not None
     context = state.draft_context(idx_mapping)
     anchor = state.slots.anchor[jnp.maximum(idx_mapping, 0)]
-    selector = models.draft_config.selector
-    noise = None
-    if selector is not None:
-        positions = context.row_lengths()[:, None] + 1 + jnp.arange(drafts)
-        noise = jax.lax.cond(
-            jnp.any(sampler.temperature > 0),
-            lambda: gumbel(sampler.seed, positions, Purpose.PROPOSE, selector.top_k),
-            lambda: jnp.zeros((rows, drafts, selector.top_k), jnp.float32),
-        )
-    return propose(
+    return drafter_of(models.draft_config).propose(
         models.draft,
         models.draft_config,
         models.target,
         context,
         anchor,
         drafts,
-        sampler.temperature,
-        noise,
+        sampler,
         shortlist=models.shortlist,
         implementation=implementation,
     )
@@ -273,16 +261,19 @@ def _commit(
     idx_mapping: Int[Array, " rows"],
     listening: Bool[Array, " rows"],
     count: Int[Array, " rows"],
+    implementation: Implementation | None,
 ) -> EngineState:
     """Appends the first `count` of each row's tokens to its target context and, where `listening`, draft context."""
     slot = jnp.maximum(idx_mapping, 0)
     position, draft_len = state.slots.position[slot], state.slots.draft_len[slot]
-    target_pages = state.target_context(idx_mapping).write(extension.entries, count)
+    target_pages = state.target_context(idx_mapping).write(extension.entries, count, implementation=implementation)
     draft_pages = state.draft_pages
     if models.draft is not None and models.draft_config is not None:
         positions = position[:, None] + jnp.arange(extension.features.shape[1])
-        entries = context_entries(models.draft, models.draft_config, extension.features, positions)
-        draft_pages = state.draft_context(jnp.where(listening, idx_mapping, -1)).write(entries, count)
+        drafter = drafter_of(models.draft_config)
+        entries = drafter.context_entries(models.draft, models.draft_config, extension.features, positions)
+        draft_context = state.draft_context(jnp.where(listening, idx_mapping, -1))
+        draft_pages = draft_context.write(entries, count, implementation=implementation)
     after = _update(
         state.replace(target_pages=target_pages, draft_pages=draft_pages),
         idx_mapping,

@@ -184,6 +184,11 @@ class DraftConfig(TransformerConfig):
         """1 for DFlash, 2 for DFlash 2."""
         return 1 if self.selector is None else 2
 
+    @property
+    def kind(self) -> str:
+        """The name that its `models.drafters.Drafter` is registered under."""
+        return "dflash" if self.selector is None else "dflash2"
+
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
     """The layers a drafter listens to when its config names none (`build_target_layer_ids`, dflash 0.1.0)."""
@@ -191,6 +196,17 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
         return (num_target_layers // 2,)
     span = num_target_layers - 4
     return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+def untrained_k(draft: DraftConfig, k: int) -> str | None:
+    """A sentence for a k above what a draft was trained for, or None."""
+    trained = draft.block_size - 1
+    if k <= trained:
+        return None
+    return (
+        f"draft.k is {k}, but the draft was trained to propose {trained} tokens (block_size {draft.block_size}); those "
+        "after them are noise that costs time and is rarely accepted"
+    )
 
 
 def check_pair(target: TargetConfig, draft: DraftConfig) -> None:

@@ -1,30 +1,23 @@
-"""The draft: one pass over a block of masks, conditioned on the target's hidden states.
+"""The body of a draft: one pass over a block of masks, conditioned on the target's hidden states.
 
-Two entry points, as the engine needs them. `context_entries` turns the features of committed tokens
-into keys and values for the draft's pages; `run_block` runs [anchor, MASK, ...] against them. The
-algorithm is arXiv 2602.06036 (DFlash) with DFlash 2's convolution and selector.
+`context_entries` turns the features of committed tokens into keys and values for the draft's pages; `run_block` runs
+[anchor, MASK, ...] against them. The algorithm is arXiv 2602.06036 (DFlash) with DFlash 2's convolution. How tokens
+come from the block's hidden states is the business of `models.drafters`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.block_attention import block_attention
-from dflash_jax.kernels.choice import Implementation
-from dflash_jax.kernels.lm_head import best_tokens
-from dflash_jax.kernels.product import RowMatrix
-from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.kernels.context import Context, KeyValues
+from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig
 from dflash_jax.models.layers import linear, mlp, project_kv, project_q, rms_norm
-from dflash_jax.models.selector import Proposal, argmax_proposal, select
-from dflash_jax.models.target import head
-from dflash_jax.models.weights import AttentionWeights, ConvWeights, DraftParams, MlpWeights, TargetParams
+from dflash_jax.models.weights import AttentionWeights, ConvWeights, DraftParams, MlpWeights
 
 
 def context_entries(
@@ -98,17 +91,12 @@ def run_block(
     def attend(index, weights, layer, normed):
         q = project_q(normed, positions, weights, config)
         k, v = project_kv(normed, positions, weights, config)
-        return block_attention(
+        return context.attend(
+            index,
             q,
             k,
             v,
-            context.pages.k,
-            context.pages.v,
-            context.block_table,
-            context.idx_mapping,
-            context.lengths,
             q_len,
-            layer=index,
             causal=layer.causal,
             window=layer.window,
             scale=config.head_dim**-0.5,
@@ -151,70 +139,3 @@ def _convolved(sublayer, normed, weights: ConvWeights | None, config: DraftConfi
     size = config.conv.group_size
     inner = sublayer(convolve(normed, weights.base_kernel[0], deltas[:, :, 0], size))
     return convolve(inner, weights.base_kernel[1], deltas[:, :, 1], size)
-
-
-class Shortlist(struct.PyTreeNode):
-    """The tokens that a draft proposes from, when not from all: most of a vocabulary is rare, and its LM head large.
-
-    Attributes:
-      tokens: their ids, ascending, so that of equal logits the lowest id still is the best.
-      head: their columns of the target's LM head.
-    """
-
-    tokens: Int[Array, " listed"]
-    head: Float[Array, "hidden listed"]
-
-
-def make_shortlist(target: TargetParams, tokens: Sequence[int]) -> Shortlist:
-    """The shortlist of some token ids; the LM head's columns are copied."""
-    ids = jnp.asarray(sorted(set(tokens)), jnp.int32)
-    if target.lm_head is None:
-        return Shortlist(ids, target.embedding[ids].T)
-    if isinstance(target.lm_head, RowMatrix):
-        return Shortlist(ids, target.lm_head.value[ids].T)
-    return Shortlist(ids, target.lm_head[:, ids])
-
-
-def draft_head(config: DraftConfig, target: TargetParams, shortlist: Shortlist | None = None) -> dict[str, Any]:
-    """The target's LM head, scaled and capped as the draft's config says: keyword arguments of `best_tokens`."""
-    weights = head(target) if shortlist is None else {"weight": shortlist.head, "tied": False}
-    return weights | {"multiplier": config.output_multiplier, "softcap": config.final_logit_softcap}
-
-
-def propose(
-    params: DraftParams,
-    config: DraftConfig,
-    target: TargetParams,
-    context: Context,
-    anchor: Int[Array, " rows"],
-    drafts: int,
-    temperature: Float[Array, " rows"],
-    noise: Float[Array, "rows drafts candidates"] | None,
-    *,
-    shortlist: Shortlist | None = None,
-    implementation: Implementation | None = None,
-) -> Proposal:
-    """Drafts a block for each row.
-
-    Args:
-      params, config: the draft.
-      target: whose embedding and LM head the draft uses.
-      context: the draft's pages; every row's holds exactly the tokens before its anchor.
-      anchor: last committed token of each row.
-      drafts: tokens to draft, k.
-      temperature, noise: see `select`; DFlash 1 proposes the argmax whatever they are.
-      shortlist: the tokens to propose from; all of the vocabulary when absent.
-      implementation: of the kernels; see `kernels.choice`.
-    """
-    hidden = run_block(params, config, target.embedding, context, anchor, drafts, implementation=implementation)[:, 1:]
-    with jax.named_scope("lm_head"):
-        weights = draft_head(config, target, shortlist)
-        scores, tokens = best_tokens(hidden, **weights, top_k=config.candidates, implementation=implementation)
-        if shortlist is not None:
-            tokens = shortlist.tokens[tokens]
-    if params.selector is None:
-        return argmax_proposal(tokens[..., 0])
-    with jax.named_scope("selector"):
-        return select(
-            params.selector, hidden, tokens, scores, anchor, temperature, noise, implementation=implementation
-        )

@@ -6,19 +6,16 @@ new tokens' keys and values come back to the caller, who writes the ones that ar
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.block_attention import block_attention
-from dflash_jax.kernels.choice import Implementation
-from dflash_jax.kernels.lm_head import head_logits
-from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.kernels.context import Context, KeyValues
+from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.models.layers import linear, mlp, moe, project_kv, project_q, rms_norm
+from dflash_jax.models.lm_head import target_head
 from dflash_jax.models.weights import MoeWeights, TargetParams
 
 
@@ -27,7 +24,7 @@ class Extension(struct.PyTreeNode):
 
     Attributes:
       hidden: final hidden states, normalised, ready for the LM head.
-      features: outputs of the layers a draft listens to, concatenated in the order asked for.
+      features: states after the layers a draft listens to, concatenated in the order asked for.
       entries: the new tokens' keys and values, for the pages.
     """
 
@@ -53,8 +50,9 @@ def extend(
       context: pages, block table, mapping and lengths; row r's first token stands at its context's end.
       tokens: token ids; anything at positions past q_len.
       q_len: new tokens per row, 0..tokens.
-      feature_layers: 0-based layers whose outputs to return; `target_layer_ids` of the draft.
-      implementation: of the kernels; see `kernels.choice`.
+      feature_layers: 0-based layers whose outputs to return; `target_layer_ids` of the draft. As in transformers'
+        `hidden_states[id + 1]`, the last layer's is the state after the final norm.
+      implementation: of the kernels; see `kernels.dispatch`.
     """
     positions = context.row_lengths()[:, None] + jnp.arange(tokens.shape[1])
     with jax.named_scope("embedding"):
@@ -65,17 +63,12 @@ def extend(
             normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
             q = project_q(normed, positions, weights.attention, config)
             k, v = project_kv(normed, positions, weights.attention, config)
-            mixed = block_attention(
+            mixed = context.attend(
+                index,
                 q,
                 k,
                 v,
-                context.pages.k,
-                context.pages.v,
-                context.block_table,
-                context.idx_mapping,
-                context.lengths,
                 q_len,
-                layer=index,
                 causal=layer.causal,
                 window=layer.window,
                 scale=config.head_dim**-0.5,
@@ -93,20 +86,18 @@ def extend(
         values.append(v)
         if index in feature_layers:
             features[index] = x
+    hidden = rms_norm(x, params.norm, config.rms_norm_eps)
+    features[config.num_layers - 1] = hidden
     chosen = [features[index] for index in feature_layers]
     return Extension(
-        hidden=rms_norm(x, params.norm, config.rms_norm_eps),
+        hidden=hidden,
         features=jnp.concatenate(chosen, axis=-1) if chosen else jnp.zeros((*tokens.shape, 0), x.dtype),
         entries=KeyValues(k=jnp.stack(keys), v=jnp.stack(values)),
     )
 
 
-def head(params: TargetParams) -> dict[str, Any]:
-    """The LM head, as the keyword arguments `weight` and `tied` of the ops in `kernels.lm_head`."""
-    tied = params.lm_head is None
-    return {"weight": params.embedding if tied else params.lm_head, "tied": tied}
-
-
-def lm_head(params: TargetParams, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+def lm_head(
+    params: TargetParams, hidden: Float[Array, "*batch hidden"], *, implementation: Implementation | None = None
+) -> Float[Array, "*batch vocab"]:
     """Logits in float32."""
-    return head_logits(hidden, **head(params))
+    return target_head(params).logits(hidden, implementation=implementation)

@@ -1,23 +1,23 @@
 """Weights: plain pytrees, one node per part of a model.
 
-A matrix is stored [in, out], so that `x @ weight` applies it; a `kernels.product.RowMatrix`, which an engine on a CPU
-puts in its place, is applied in the same way. Layers are a tuple with one entry per
-layer rather than one stack scanned over: a scan copies each layer's slice out of the stack before it
-can multiply by it, which costs a decoding step a third of its time on the CPU and keeps layers from
-differing in structure.
+What activations are multiplied by is a `Matrix`: `x @ weight` applies it, however it lies. Experts' matrices, which
+`ragged_dot` multiplies by in groups, are arrays. Layers are a tuple with one entry per layer rather than one stack
+scanned over: a scan copies each layer's slice out of the stack before it can multiply by it, which costs a decoding
+step a third of its time on the CPU and keeps layers from differing in structure.
 """
 
 from __future__ import annotations
 
-import jax
 from flax import struct
 from jaxtyping import Array, Float
 
+from dflash_jax.models.matrix import Matrix
+
 
 class Linear(struct.PyTreeNode):
-    """y = x @ weight + bias."""
+    """y = x @ weight + bias; weight is inputs to outputs."""
 
-    weight: Float[Array, "inputs outputs"]
+    weight: Matrix
     bias: Float[Array, " outputs"] | None = None
 
 
@@ -41,9 +41,9 @@ class MlpWeights(struct.PyTreeNode):
 
 
 class MoeWeights(struct.PyTreeNode):
-    """A router and one SwiGLU per expert, experts stacked."""
+    """A router (hidden to experts) and one SwiGLU per expert, experts stacked."""
 
-    router: Float[Array, "hidden experts"]
+    router: Matrix
     gate_proj: Float[Array, "experts hidden expert_hidden"]
     up_proj: Float[Array, "experts hidden expert_hidden"]
     down_proj: Float[Array, "experts expert_hidden hidden"]
@@ -57,7 +57,7 @@ class ConvWeights(struct.PyTreeNode):
     """
 
     base_kernel: Float[Array, "2 taps hidden"]
-    kernel_projection: Float[Array, "hidden deltas"]
+    kernel_projection: Matrix
 
 
 class LayerWeights(struct.PyTreeNode):
@@ -77,28 +77,22 @@ class TargetParams(struct.PyTreeNode):
     embedding: Float[Array, "vocab hidden"]
     layers: tuple[LayerWeights, ...]
     norm: Float[Array, " hidden"]
-    lm_head: Float[Array, "hidden vocab"] | None = None
+    lm_head: Matrix | None = None
 
 
 class SelectorWeights(struct.PyTreeNode):
-    """DFlash 2's candidate selector."""
+    """DFlash 2's candidate selector; `hidden_projection` maps hidden to rank."""
 
     predecessor_codebook: Float[Array, "vocab rank"]
     successor_codebook: Float[Array, "vocab rank"]
-    hidden_projection: Float[Array, "hidden rank"]
+    hidden_projection: Matrix
 
 
 class DraftParams(struct.PyTreeNode):
-    """A draft. It has no embedding and no LM head: it uses the target's."""
+    """A draft. It has no embedding and no LM head: it uses the target's. `fc` maps features to hidden."""
 
-    fc: Float[Array, "features hidden"]
+    fc: Matrix
     hidden_norm: Float[Array, " hidden"]
     layers: tuple[LayerWeights, ...]
     norm: Float[Array, " hidden"]
     selector: SelectorWeights | None = None
-
-
-def is_matrix(path: tuple, leaf: Array) -> bool:
-    """Whether a weight is one that activations are multiplied by: two-dimensional, and no table of rows."""
-    name = jax.tree_util.keystr(path)
-    return leaf.ndim == 2 and "codebook" not in name and "embedding" not in name

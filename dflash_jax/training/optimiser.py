@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, PyTree
 
-from dflash_jax.models.weights import is_matrix
+from dflash_jax.kernels.matmul.xla import mixed_matmul, mixed_products
+from dflash_jax.models.matrix import is_matrix
 from dflash_jax.training.config import UpdateSection
-from dflash_jax.training.precision import mixed_matmul, mixed_matmul_transposed
 from dflash_jax.training.values import Dtype
 
 # Of the quintic iteration that pushes singular values towards 1 (Jordan et al. 2024, "Muon").
@@ -72,7 +72,7 @@ def orthogonalise(matrix: Float[Array, "inputs outputs"], dtype: Dtype) -> Float
     """
 
     def gram(x):
-        return mixed_matmul_transposed(x, x) if dtype == "bfloat16" else x @ x.T
+        return mixed_products(x, x) if dtype == "bfloat16" else x @ x.T
 
     multiply = mixed_matmul if dtype == "bfloat16" else jnp.matmul
     tall = matrix.shape[0] > matrix.shape[1]
@@ -87,4 +87,4 @@ def orthogonalise(matrix: Float[Array, "inputs outputs"], dtype: Dtype) -> Float
 
 def _are_matrices(params: PyTree):
     """Which weights are matrices: they decay, and Muon is for them."""
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+    return jax.tree.map(is_matrix, params, is_leaf=is_matrix)

@@ -69,7 +69,7 @@ def test_linear_weights_are_transposed(models, tmp_path):
     save_target(tmp_path / "t", config, params)
     stored = load_file(tmp_path / "t" / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
     assert stored.shape == (config.hidden_size, config.intermediate_size)
-    np.testing.assert_array_equal(stored.T, params.layers[1].mlp.down_proj.weight)
+    np.testing.assert_array_equal(stored.T, params.layers[1].mlp.down_proj.weight.value)
 
 
 def test_draft_with_a_prefix_and_codebook_weights_loads_the_same(models, tmp_path):

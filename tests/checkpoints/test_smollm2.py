@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.checkpoints import load_target
-from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.models.target import extend, lm_head
 
 

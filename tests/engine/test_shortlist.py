@@ -11,7 +11,7 @@ import pytest
 from dflash_jax import Engine, EngineConfig
 from dflash_jax.checkpoints.shortlist import read_shortlist, write_shortlist
 from dflash_jax.errors import CheckpointError
-from dflash_jax.models.draft import make_shortlist
+from dflash_jax.models.lm_head import make_shortlist
 from dflash_jax.training.data.dataset import most_frequent
 from dflash_jax.training.data.records import TokenSequence, append_shards
 from tests.pairs import GOLDEN, PAIRS, SAMPLING, SIZES, models
@@ -49,9 +49,8 @@ def test_a_list_of_all_tokens_drafts_what_no_list_does(pair):
 def test_columns_of_the_head_stand_with_their_tokens():
     of = models("recall-dflash2")
     listed = make_shortlist(of.target, [9, 3, 9, 5])
-    assert listed.tokens.tolist() == [3, 5, 9]
-    head = of.target.embedding.T if of.target.lm_head is None else of.target.lm_head
-    np.testing.assert_array_equal(listed.head, head[:, jnp.array([3, 5, 9])])
+    assert listed.shortlist.tolist() == [3, 5, 9]
+    np.testing.assert_array_equal(listed.weight.in_out, of.target.lm_head.value[:, jnp.array([3, 5, 9])])
 
 
 def test_the_engine_reads_the_list_a_config_names(tmp_path):
@@ -59,7 +58,7 @@ def test_the_engine_reads_the_list_a_config_names(tmp_path):
     draft = {"path": str(GOLDEN / "recall-dflash2"), "shortlist": str(tmp_path / "list.json")}
     engine = Engine.from_config({"target": {"path": str(GOLDEN / "recall-target")}, "draft": draft})
     assert engine.models.shortlist is not None
-    assert engine.models.shortlist.tokens.tolist() == list(range(0, 64, 2))
+    assert engine.models.shortlist.shortlist.tolist() == list(range(0, 64, 2))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.kernels import mosaic
-from dflash_jax.kernels.block_attention import block_attention, native, pallas
+from dflash_jax.kernels.block_attention import block_attention, mosaic_gpu, native
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -103,8 +103,8 @@ def make_case(shape: Shape, *, context_len, idx_mapping, q_len, seed: int = 0, s
 
 
 def compute(implementation: str, case: Case, jit=jax.jit) -> np.ndarray:
-    """The implementation's answer; that of "pallas" from the simulator, which looks for races."""
-    if implementation == "pallas":
+    """The implementation's answer; that of "mosaic_gpu" from the simulator, which looks for races."""
+    if implementation == "mosaic_gpu":
         with mosaic.simulated():
             return np.asarray(_jitted(implementation, case.shape, jit)(case.arguments))
     return np.asarray(_jitted(implementation, case.shape, jit)(case.arguments))
@@ -113,9 +113,9 @@ def compute(implementation: str, case: Case, jit=jax.jit) -> np.ndarray:
 @functools.lru_cache(maxsize=16)
 def _jitted(implementation: str, shape: Shape, jit):
     static = {"layer": LAYER, "causal": shape.causal, "window": shape.window, "scale": shape.head_dim**-0.5}
-    if implementation == "pallas":
+    if implementation == "mosaic_gpu":
         return jit(
-            lambda arguments: pallas.block_attention(**arguments, **static, splits=shape.splits),
+            lambda arguments: mosaic_gpu.block_attention(**arguments, **static, splits=shape.splits),
             compiler_options=_QUICK,
         )
     if implementation == "native":

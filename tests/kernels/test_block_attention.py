@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.kernels import choice
+from dflash_jax.kernels import dispatch
 from dflash_jax.kernels import native as kernels_native
-from dflash_jax.kernels.block_attention import block_attention, native, pallas, pallas_kernel, pallas_tiles
+from dflash_jax.kernels.block_attention import block_attention, mosaic_gpu, mosaic_gpu_kernel, mosaic_gpu_tiles, native
 from tests.kernels.attention_cases import LAYER, Case, Shape, check, compute, make_case
 
 # A simulated GPU takes seconds per case, most of them to compile it.
@@ -26,7 +26,7 @@ EXAMPLES = settings.default.max_examples if settings.default.max_examples > 100 
 needs_native = pytest.mark.usefixtures("native_code")
 
 
-@pytest.fixture(params=["xla", "pallas", "native"])
+@pytest.fixture(params=["xla", "mosaic_gpu", "native"])
 def implementation(request):
     """Each that this machine has."""
     if request.param == "native":
@@ -129,12 +129,12 @@ def test_nan_outside_the_context_never_reaches_the_output(implementation):
     check(implementation, case)
 
 
-def test_pallas_does_not_depend_on_the_split():
+def test_mosaic_gpu_does_not_depend_on_the_split():
     results = []
     for splits in (1, 3):
         shape = dataclasses.replace(SMALL, page_size=64, splits=splits)
         case = make_case(shape, context_len=[192, 100, 65, 3], idx_mapping=[0, 2, 3], q_len=[5, 5, 5])
-        results.append(compute("pallas", case).astype(np.float64))
+        results.append(compute("mosaic_gpu", case).astype(np.float64))
     np.testing.assert_allclose(results[1], results[0], atol=2e-6)
 
 
@@ -262,29 +262,29 @@ def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
 
 
 MUTANTS = {
-    "reads the context of the row, not of its slot": (pallas_tiles, "slot = jnp.maximum(mapped, 0)", "slot = row"),
+    "reads the context of the row, not of its slot": (mosaic_gpu_tiles, "slot = jnp.maximum(mapped, 0)", "slot = row"),
     "reads the pages of the row, not of its slot": (
-        pallas_tiles,
+        mosaic_gpu_tiles,
         "self.block_table[work.slot, logical]",
         'self.block_table[lax.axis_index("row"), logical]',
     ),
-    "lets NaN past the context in": (pallas_kernel, "_rows_below(count, source[:, slab])", "source[:, slab]"),
+    "lets NaN past the context in": (mosaic_gpu_kernel, "_rows_below(count, source[:, slab])", "source[:, slab]"),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name, monkeypatch):
     case = make_case(SMALL, context_len=[9, 30, 20, 5], idx_mapping=[1, 0, 3], q_len=[5, 5, 5])
-    check("pallas", case)
+    check("mosaic_gpu", case)
     module, old, new = MUTANTS[name]
     changed = mutant(module, old, new)
-    if module is pallas_kernel:
-        monkeypatch.setattr(pallas, "kernel", changed.kernel)
+    if module is mosaic_gpu_kernel:
+        monkeypatch.setattr(mosaic_gpu, "kernel", changed.kernel)
     else:
-        monkeypatch.setattr(pallas_kernel, "work_of_cta", changed.work_of_cta)
-        monkeypatch.setattr(pallas_kernel, "Loader", changed.Loader)
+        monkeypatch.setattr(mosaic_gpu_kernel, "work_of_cta", changed.work_of_cta)
+        monkeypatch.setattr(mosaic_gpu_kernel, "Loader", changed.Loader)
     with pytest.raises(AssertionError, match=r"Mismatched elements|nan location mismatch"):
-        check("pallas", case, jit=functools.partial(jax.jit))
+        check("mosaic_gpu", case, jit=functools.partial(jax.jit))
 
 
 def abstract_arguments(shape: Shape, layers: int = 36, pages: int = 16_000) -> dict[str, jax.ShapeDtypeStruct]:
@@ -330,10 +330,10 @@ LOWERED = [
 
 
 @pytest.mark.parametrize("shape", LOWERED, ids=lambda s: f"{s.rows}x{s.queries} {s.dtype} {s.head_dim} p{s.page_size}")
-def test_pallas_lowers_for_cuda(shape):
+def test_mosaic_gpu_lowers_for_cuda(shape):
     def attend(arguments):
         static = {"layer": LAYER, "causal": shape.causal, "window": shape.window, "scale": 0.1}
-        return block_attention(**arguments, **static, implementation="pallas")
+        return block_attention(**arguments, **static, implementation="mosaic_gpu")
 
     exported = jax.export.export(jax.jit(attend), platforms=["cuda"])(abstract_arguments(shape))
     assert exported.mlir_module().count("mosaic_gpu") >= 1
@@ -350,18 +350,18 @@ def test_pallas_lowers_for_cuda(shape):
 def test_unsupported_shapes_fall_back_to_xla_and_say_so_once(change, reason, caplog):
     shape = dataclasses.replace(SMALL, **change)
     case = make_case(shape, context_len=[7, 16, 20, 3], idx_mapping=[3, 1, 2], q_len=[5, 1, 4])
-    choice.log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     static = {"layer": LAYER, "causal": True, "window": None, "scale": 0.1}
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            out = block_attention(**case.arguments, **static, implementation="pallas")
+            out = block_attention(**case.arguments, **static, implementation="mosaic_gpu")
     assert len(caplog.records) == 1 and reason in caplog.text
     expected = block_attention(**case.arguments, **static, implementation="xla")
     np.testing.assert_array_equal(out, expected)
 
 
 def test_splits_fill_the_gpu_and_no_more():
-    assert 0.85 * 264 <= 8 * pallas._splits(ctas=8, tiles=640, concurrent=264) <= 264
-    assert pallas._splits(ctas=64, tiles=640, concurrent=264) == 4
-    assert pallas._splits(ctas=8, tiles=3, concurrent=264) == 3, "a share has at least a tile"
-    assert pallas._splits(ctas=256, tiles=640, concurrent=264) == 1
+    assert 0.85 * 264 <= 8 * mosaic_gpu._splits(ctas=8, tiles=640, concurrent=264) <= 264
+    assert mosaic_gpu._splits(ctas=64, tiles=640, concurrent=264) == 4
+    assert mosaic_gpu._splits(ctas=8, tiles=3, concurrent=264) == 3, "a share has at least a tile"
+    assert mosaic_gpu._splits(ctas=256, tiles=640, concurrent=264) == 1

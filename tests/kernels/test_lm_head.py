@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.kernels import choice, mosaic
-from dflash_jax.kernels.lm_head import best_tokens, pallas
+from dflash_jax.kernels import dispatch, mosaic
+from dflash_jax.kernels.lm_head import best_tokens, mosaic_gpu
 
 LONG = settings.default.max_examples > 100
 EXAMPLES = settings.default.max_examples if LONG else 3
@@ -23,7 +23,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 # Cases run once or twice each, so it is the compiler's time that counts.
 _QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
-every_implementation = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+every_implementation = pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Shape:
 
     @property
     def static(self) -> dict:
-        names = ("tied", "top_k", "multiplier", "softcap")
-        return {name: getattr(self, name) for name in names}
+        names = ("top_k", "multiplier", "softcap")
+        return {"layout": "out_in" if self.tied else "in_out"} | {name: getattr(self, name) for name in names}
 
 
 # A simulated kernel costs seconds to compile: shapes are a list, and what they hold is drawn.
@@ -78,8 +78,8 @@ def make_case(shape: Shape, seed: int = 0, whole: bool = False) -> dict[str, jax
 
 
 def compute(implementation: str, shape: Shape, arguments) -> tuple[np.ndarray, np.ndarray]:
-    """The implementation's answer; that of "pallas" from the simulator, which looks for races."""
-    if implementation == "pallas":
+    """The implementation's answer; that of "mosaic_gpu" from the simulator, which looks for races."""
+    if implementation == "mosaic_gpu":
         with mosaic.simulated():
             return tuple(np.asarray(x) for x in _jitted(implementation, shape)(arguments))
     return tuple(np.asarray(x) for x in _jitted(implementation, shape)(arguments))
@@ -87,9 +87,9 @@ def compute(implementation: str, shape: Shape, arguments) -> tuple[np.ndarray, n
 
 @functools.cache
 def _jitted(implementation: str, shape: Shape):
-    if implementation == "pallas":
+    if implementation == "mosaic_gpu":
         return jax.jit(
-            lambda arguments: pallas.best_tokens(**arguments, **shape.static, shares=shape.shares),
+            lambda arguments: mosaic_gpu.best_tokens(**arguments, **shape.static, shares=shape.shares),
             compiler_options=_QUICK,
         )
     return jax.jit(lambda arguments: best_tokens(**arguments, **shape.static, implementation=implementation))
@@ -142,8 +142,8 @@ def test_all_logits_equal(implementation):
 
 def test_a_row_of_nan_names_tokens_and_spoils_no_other():
     arguments = make_case(SHAPES[0])
-    expected = compute("pallas", SHAPES[0], arguments)
-    values, ids = compute("pallas", SHAPES[0], arguments | {"hidden": arguments["hidden"].at[1].set(jnp.nan)})
+    expected = compute("mosaic_gpu", SHAPES[0], arguments)
+    values, ids = compute("mosaic_gpu", SHAPES[0], arguments | {"hidden": arguments["hidden"].at[1].set(jnp.nan)})
     assert ((ids >= 0) & (ids < SHAPES[0].vocab)).all()
     for row in (0, 2):
         np.testing.assert_array_equal(ids[row], expected[1][row])
@@ -162,13 +162,13 @@ LOWERED = [
 
 
 @pytest.mark.parametrize("shape", LOWERED, ids=lambda s: f"{s.rows} rows, top {s.top_k}, {s.dtype}, tied {s.tied}")
-def test_pallas_lowers_for_cuda(shape):
+def test_mosaic_gpu_lowers_for_cuda(shape):
     head = (shape.vocab, shape.hidden) if shape.tied else (shape.hidden, shape.vocab)
     arguments = {
         "hidden": jax.ShapeDtypeStruct((shape.rows, shape.hidden), shape.dtype),
         "weight": jax.ShapeDtypeStruct(head, shape.dtype),
     }
-    function = jax.jit(lambda arguments: best_tokens(**arguments, **shape.static, implementation="pallas"))
+    function = jax.jit(lambda arguments: best_tokens(**arguments, **shape.static, implementation="mosaic_gpu"))
     exported = jax.export.export(function, platforms=["cuda"])(arguments)
     assert "mosaic_gpu" in exported.mlir_module()
 
@@ -186,16 +186,16 @@ def test_pallas_lowers_for_cuda(shape):
 )
 def test_unsupported_shapes_have_a_reason(change, reason):
     shape = dataclasses.replace(SHAPES[0], **change)
-    assert reason in pallas.unsupported(**make_case(shape), tied=shape.tied, top_k=shape.top_k)
+    assert reason in mosaic_gpu.unsupported(**make_case(shape), layout=shape.static["layout"], top_k=shape.top_k)
 
 
 def test_unsupported_shapes_fall_back_to_xla_and_say_why(caplog):
     shape = dataclasses.replace(SHAPES[0], hidden=48)
     arguments = make_case(shape)
-    choice.log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        values, ids = best_tokens(**arguments, **shape.static, implementation="pallas")
-    assert len(caplog.records) == 1 and "best_tokens falls back from pallas to xla: hidden size 48" in caplog.text
+        values, ids = best_tokens(**arguments, **shape.static, implementation="mosaic_gpu")
+    assert len(caplog.records) == 1 and "best_tokens falls back from mosaic_gpu to xla: hidden size 48" in caplog.text
     expected = best_tokens(**arguments, **shape.static, implementation="xla")
     np.testing.assert_array_equal(values, expected[0])
     np.testing.assert_array_equal(ids, expected[1])

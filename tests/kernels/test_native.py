@@ -7,10 +7,13 @@ import logging
 import os
 import re
 import stat
+import subprocess
+import sys
+import tempfile
 
 import pytest
 
-from dflash_jax.kernels import choice, native
+from dflash_jax.kernels import dispatch, native
 from dflash_jax.kernels.native import build
 
 needs_native = pytest.mark.usefixtures("native_code")
@@ -20,7 +23,7 @@ needs_native = pytest.mark.usefixtures("native_code")
 def unbuilt(tmp_path, monkeypatch):
     """A place where no native code is kept; `asked_anew` then finds none."""
     monkeypatch.setenv("DFLASH_JAX_CACHE", str(tmp_path / "cache"))
-    choice.log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     return tmp_path
 
 
@@ -119,6 +122,64 @@ def test_what_is_kept_and_damaged_is_made_anew(unbuilt, built):
     kept.write_bytes(b"not code")
     assert native.load()
     assert built() == 2 and kept.stat().st_size > 100
+
+
+@needs_native
+def test_a_cut_library_is_never_loaded(unbuilt, built, native_library):
+    """The loader maps what is there: code past the end of the file would be a bus error, which ends the process."""
+    native.load()
+    [kept] = (unbuilt / "cache" / "native").iterdir()
+    content = kept.read_bytes()
+    kept.unlink()
+    kept.write_bytes(content[: len(content) * 2 // 3])
+    kept.chmod(0o600)
+    program = "from dflash_jax.kernels import native; print(len(native.load()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr[-2000:]
+    assert built() == 2 and kept.read_bytes() == content
+
+
+@needs_native
+@pytest.mark.parametrize("mode", [0o1777, 0o770])
+def test_a_directory_that_others_may_write_is_not_loaded_from(unbuilt, built, monkeypatch, caplog, mode):
+    native.load()
+    directory = unbuilt / "cache" / "native"
+    directory.chmod(mode)
+    loaded = []
+    monkeypatch.setattr(build, "_functions", lambda library: loaded.append(library) or {"one": 1})
+    with caplog.at_level(logging.WARNING):
+        assert native.load() and native.load()
+    assert built() == 3 and all(library.parent != directory for library in loaded)
+    assert caplog.text.count("native code is compiled anew in every process, because it can be kept nowhere") == 1
+    assert "others may write to" in caplog.text
+
+
+@needs_native
+def test_a_file_that_others_may_write_or_wrote_is_not_loaded(unbuilt, built, monkeypatch):
+    native.load()
+    [kept] = (unbuilt / "cache" / "native").iterdir()
+    loaded = []
+    whole = build._functions
+    monkeypatch.setattr(build, "_functions", lambda library: loaded.append(library) or whole(library))
+    kept.chmod(0o660)
+    native.load()
+    assert built() == 2 and kept not in loaded
+    if os.getuid() == 0:
+        os.chown(kept, 12345, 12345)
+        native.load()
+        assert built() == 3 and kept not in loaded
+    native.load()
+    assert kept in loaded
+
+
+@needs_native
+def test_code_is_not_built_where_others_may_exchange_it(unbuilt, built, monkeypatch, tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setattr(tempfile, "tempdir", str(shared))
+    with pytest.raises(native.BuildError, match="there is no safe place to build it: others may write to"):
+        native.load()
 
 
 def test_another_machine_or_compiler_has_code_of_its_own(unbuilt, built, monkeypatch):

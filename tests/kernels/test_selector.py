@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.kernels import choice, mosaic
-from dflash_jax.kernels.selector import pallas, select_path
+from dflash_jax.kernels import dispatch, mosaic
+from dflash_jax.kernels.selector import mosaic_gpu, select_path
 from dflash_jax.kernels.selector.xla import edge_scores
 
 LONG = settings.default.max_examples > 100
@@ -22,7 +22,7 @@ EXAMPLES = settings.default.max_examples if LONG else 3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 VOCAB = 48
 
-every_implementation = pytest.mark.parametrize("implementation", ["xla", "pallas"])
+every_implementation = pytest.mark.parametrize("implementation", ["xla", "mosaic_gpu"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,8 @@ def make_case(shape: Shape, temperature, seed: int = 0) -> dict[str, jax.Array |
 
 
 def compute(implementation: str, shape: Shape, arguments) -> tuple[np.ndarray, np.ndarray]:
-    """The implementation's answer; that of "pallas" from the simulator, which looks for races."""
-    if implementation == "pallas":
+    """The implementation's answer; that of "mosaic_gpu" from the simulator, which looks for races."""
+    if implementation == "mosaic_gpu":
         with mosaic.simulated():
             return tuple(np.asarray(x) for x in _jitted(implementation, shape)(arguments))
     return tuple(np.asarray(x) for x in _jitted(implementation, shape)(arguments))
@@ -142,6 +142,28 @@ def test_drawn_cases_agree_with_the_reference(implementation, case):
     check(implementation, *case)
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_many_positions_are_walked_in_a_loop_and_as_few_are(implementation):
+    """Unrolled, the walk of a `draft.k` of 99 takes minutes to compile."""
+    shape = Shape(drafts=99)
+    arguments = make_case(shape, [0.0, 0.7])
+    check(implementation, shape, arguments)
+    path, probs = compute(implementation, shape, arguments)
+    few = dataclasses.replace(shape, drafts=7)
+    cut = {name: x[:, :7] if name in ("tokens", "unary", "gate", "noise") else x for name, x in arguments.items()}
+    first_path, first_probs = compute(implementation, few, cut)
+    np.testing.assert_array_equal(path[:, :7], first_path)
+    np.testing.assert_allclose(probs[:, :7], first_probs, rtol=1e-6)
+
+    def size(shape):
+        run = functools.partial(select_path, implementation=implementation)
+        return str(jax.make_jaxpr(run)(*make_case(shape, [0.0, 0.7]).values())).count(" = ")
+
+    assert size(shape) < size(dataclasses.replace(shape, drafts=8)) and size(shape) == size(
+        dataclasses.replace(shape, drafts=50)
+    )
+
+
 @every_implementation
 def test_each_choice_follows_the_one_before(implementation):
     for seed in range(4):
@@ -183,8 +205,8 @@ LOWERED = [
 
 
 @pytest.mark.parametrize("shape", LOWERED, ids=lambda s: f"{s.rows}x{s.drafts} {s.dtype} {s.rank}")
-def test_pallas_lowers_for_cuda(shape):
-    exported = jax.export.export(_jitted("pallas", shape), platforms=["cuda"])(abstract_arguments(shape))
+def test_mosaic_gpu_lowers_for_cuda(shape):
+    exported = jax.export.export(_jitted("mosaic_gpu", shape), platforms=["cuda"])(abstract_arguments(shape))
     assert "mosaic_gpu" in exported.mlir_module()
 
 
@@ -200,16 +222,16 @@ def test_pallas_lowers_for_cuda(shape):
 def test_unsupported_shapes_have_a_reason(change, reason):
     arguments = make_case(dataclasses.replace(SHAPES[0], **change), [0.0, 0.7])
     names = ("tokens", "gate", "predecessor_codebook", "successor_codebook")
-    assert reason in pallas.unsupported(*(arguments[name] for name in names))
+    assert reason in mosaic_gpu.unsupported(*(arguments[name] for name in names))
 
 
 def test_unsupported_shapes_fall_back_to_xla_and_say_why(caplog):
     shape = dataclasses.replace(SHAPES[0], rank=8)
     arguments = make_case(shape, [0.0, 0.7])
-    choice.log_once.cache_clear()
+    dispatch.log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
-        path, probs = _jitted("pallas", shape)(arguments)
-    assert len(caplog.records) == 1 and "select_path falls back from pallas to xla: rank 8" in caplog.text
+        path, probs = _jitted("mosaic_gpu", shape)(arguments)
+    assert len(caplog.records) == 1 and "select_path falls back from mosaic_gpu to xla: rank 8" in caplog.text
     expected = _jitted("xla", shape)(arguments)
     np.testing.assert_array_equal(path, expected[0])
     np.testing.assert_array_equal(probs, expected[1])

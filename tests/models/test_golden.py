@@ -12,9 +12,9 @@ import pytest
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Models
 from dflash_jax.engine.state import EngineState, init_state
-from dflash_jax.kernels.lm_head import best_tokens, head_logits
 from dflash_jax.kernels.selector.xla import edge_scores
-from dflash_jax.models.draft import context_entries, draft_head, run_block
+from dflash_jax.models.draft import context_entries, run_block
+from dflash_jax.models.lm_head import draft_head
 from dflash_jax.models.target import Extension, extend, lm_head
 from tests.pairs import GOLDEN, PAIRS, cases, models, tensors
 
@@ -74,7 +74,7 @@ def jitted_block(of: Models, features, count, anchor):
     pages = state.draft_context(ROW).write(entries, count)
     context = state.replace(draft_pages=pages, slots=state.slots.replace(draft_len=count)).draft_context(ROW)
     hidden = run_block(of.draft, of.draft_config, of.target.embedding, context, anchor, 7)
-    return hidden, head_logits(hidden[:, 1:], **draft_head(of.draft_config, of.target))
+    return hidden, draft_head(of.draft_config, of.target).logits(hidden[:, 1:])
 
 
 def draft_block(of: Models, committed: list[int]):
@@ -106,7 +106,7 @@ def test_candidates_and_edge_scores_are_the_references(pair):
 
     @jax.jit
     def score(hidden, anchor):
-        unary, tokens = best_tokens(hidden, **draft_head(of.draft_config, of.target), top_k=top_k)
+        unary, tokens = draft_head(of.draft_config, of.target).best(hidden, top_k)
         gate = hidden @ weights.hidden_projection
         codebooks = weights.predecessor_codebook, weights.successor_codebook
         return tokens, edge_scores(tokens, unary, gate, anchor, *codebooks)

@@ -36,7 +36,7 @@ _SAMPLING = "tests/sampling/test_distribution.py::"
 _BLOCKS = r"(drafted\[: len\(full_blocks\(case\)\)\] == full_blocks|produced_per_round\) == case|record\()"
 
 _READ = "    context = state.draft_context(idx_mapping)\n"
-_WRITE = "        draft_pages = state.draft_context(jnp.where(listening, idx_mapping, -1)).write(entries, count)\n"
+_WRITE = "        draft_pages = draft_context.write(entries, count, implementation=implementation)\n"
 _CONTINUOUS = "    continuous = ~drafting | (slots.draft_len[slot] == slots.position[slot])\n"
 _ROWS = "jnp.where(idx_mapping >= 0, jnp.arange(idx_mapping.shape[0]), -1)"
 _UNCHECKED = ("engine/invariants.py", _CONTINUOUS, "    continuous = jnp.ones_like(drafting)\n")
@@ -73,7 +73,7 @@ _OF_GOLDEN_PAIRS = (
                 "engine/steps.py",
                 _READ,
                 _READ
-                + "    moved = idx_mapping != jnp.arange(rows)\n"
+                + "    moved = idx_mapping != jnp.arange(idx_mapping.shape[0])\n"
                 + "    empty = context.lengths.at[jnp.where(moved, idx_mapping, -1)].set(0)\n"
                 + "    context = context.replace(lengths=jnp.where(jnp.any(moved), empty, context.lengths))\n",
             ),
@@ -124,7 +124,7 @@ _OF_GOLDEN_PAIRS = (
     ),
     Mutant(
         "skip the context write of the last accepted token",
-        (("engine/steps.py", _WRITE, _WRITE.replace("(entries, count)", "(entries, jnp.maximum(count - 1, 1))")),),
+        (("engine/steps.py", _WRITE, _WRITE.replace("(entries, count,", "(entries, jnp.maximum(count - 1, 1),")),),
         _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-dflash2]",
         _BLOCKS,
     ),
@@ -228,7 +228,7 @@ _OF_GOLDEN_PAIRS = (
         "write what has no page to page 0",
         (
             (
-                "models/cache.py",
+                "kernels/context.py",
                 "        physical = jnp.where(keep, physical, num_pages)\n",
                 "        physical = jnp.where(keep, physical, 0)\n",
             ),
@@ -264,7 +264,7 @@ _OF_GOLDEN_PAIRS = (
         "leave out the softcap",
         (
             (
-                "kernels/lm_head/xla.py",
+                "kernels/lm_head/logits.py",
                 "return logits if softcap is None else softcap * jnp.tanh(logits / softcap)",
                 "return logits",
             ),
@@ -301,10 +301,10 @@ _OF_GOLDEN_PAIRS = (
         (
             (
                 "engine/steps.py",
-                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)\n",
+                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count, implementation)\n",
                 "    heard = jnp.where((known_next >= 0)[:, None, None], 0, extension.features)\n"
                 "    extension = dataclasses.replace(extension, features=heard.astype(extension.features.dtype))\n"
-                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count)\n",
+                "    state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), listening, count, implementation)\n",
             ),
             ("engine/steps.py", "import chex\n", "import dataclasses\n\nimport chex\n"),
         ),
@@ -349,7 +349,13 @@ _OF_GOLDEN_PAIRS = (
     ),
     Mutant(
         "write 16-bit pages as XLA does on CPUs, through float32 of the whole pool",
-        (("kernels/pages.py", "if pool.dtype.itemsize == 2 and native.available():", "if False:"),),
+        (
+            (
+                "kernels/pages/native.py",
+                "return None if pool.dtype.itemsize == 2",
+                "return None if pool.dtype.itemsize == 3",
+            ),
+        ),
         "tests/engine/test_cost.py::test_no_page_pool_is_copied[one round-bfloat16]",
         r"assert",
     ),
@@ -366,45 +372,45 @@ _OF_GOLDEN_PAIRS = (
         r"Arrays are not equal",
     ),
     Mutant(
-        "leave out what does not fill a register, in the product's kernel on CPUs",
-        (("kernels/native/product.cc", "if (const int64_t left = p.inputs - k)", "if (const int64_t left = 0)"),),
-        _KERNELS + "test_product.py::test_it_is_the_product",
+        "leave out what does not fill a register, in the matmul's kernel on CPUs",
+        (("kernels/native/matmul.cc", "if (const int64_t left = p.inputs - k)", "if (const int64_t left = 0)"),),
+        _KERNELS + "test_matmul.py::test_it_is_the_product",
         r"Not equal to tolerance",
     ),
     Mutant(
-        "take every group of rows for the first, in the product's kernel on CPUs",
-        (("kernels/native/product.cc", "const float* x = p.x + row * p.inputs;", "const float* x = p.x;"),),
-        _KERNELS + "test_product.py::test_a_rows_result_is_the_same_bits_alone_and_in_a_block[576-193-float32]",
+        "take every group of rows for the first, in the matmul's kernel on CPUs",
+        (("kernels/native/matmul.cc", "const float* x = p.x + row * p.inputs;", "const float* x = p.x;"),),
+        _KERNELS + "test_matmul.py::test_a_rows_result_is_the_same_bits_alone_and_in_a_block[576-193-float32]",
         r"Arrays are not equal",
     ),
     Mutant(
         "walk from the anchor at every position, in the selector's kernel",
-        (("kernels/selector/pallas.py", "        return token\n", "        return previous\n"),),
-        _KERNELS + "test_selector.py::test_each_choice_follows_the_one_before[pallas]",
+        (("kernels/selector/mosaic_gpu.py", "        return token\n", "        return previous\n"),),
+        _KERNELS + "test_selector.py::test_each_choice_follows_the_one_before[mosaic_gpu]",
         r"leaves the best path|Not equal to tolerance",
     ),
     Mutant(
         "prefer the last of equal logits, in the LM head's kernel",
         (
             (
-                "kernels/lm_head/pallas_kernel.py",
+                "kernels/lm_head/mosaic_gpu_kernel.py",
                 "chosen = jnp.where(logits == _across(top, logits), token, _NO_TOKEN).min(axis=1)",
                 "chosen = jnp.where(logits == _across(top, logits), token, -1).max(axis=1)",
             ),
         ),
-        _KERNELS + "test_lm_head.py::test_of_equal_logits_the_lowest_ids_win[pallas]",
+        _KERNELS + "test_lm_head.py::test_of_equal_logits_the_lowest_ids_win[mosaic_gpu]",
         r"Arrays are not equal",
     ),
     Mutant(
         "list the tokens that the last tile reaches back over twice",
         (
             (
-                "kernels/lm_head/pallas_kernel.py",
+                "kernels/lm_head/mosaic_gpu_kernel.py",
                 "jnp.where(fresh, _scaled(logits, plan), -jnp.inf)",
                 "_scaled(logits, plan)",
             ),
         ),
-        _KERNELS + "test_lm_head.py::test_of_equal_logits_the_lowest_ids_win[pallas]",
+        _KERNELS + "test_lm_head.py::test_of_equal_logits_the_lowest_ids_win[mosaic_gpu]",
         r"not close|Not equal to tolerance|listed twice",
     ),
     Mutant(

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.block_attention import native, pallas, reference, xla
-from dflash_jax.kernels.choice import Implementation, choose
-
-_IMPLEMENTATIONS = {
-    "reference": reference.block_attention,
-    "xla": xla.block_attention,
-    "pallas": pallas.block_attention,
-}
+from dflash_jax.kernels.dispatch import Implementation, choose
 
 
 def block_attention(
@@ -51,16 +44,13 @@ def block_attention(
       window: keys further than this from the query (|query - key| >= window) are not seen; with
         causal False the window reaches both ways. 1 or more; None for no limit.
       scale: multiplies the scores.
-      implementation: overrides what the platform decides, which is `kernels.choice` and on CPUs C++ where
-        it `suits`. To be differentiated, it must be "reference".
+      implementation: overrides what the platform decides; see `kernels.dispatch`. To be differentiated, it must
+        be "reference".
 
     Returns:
       Mixed values, in q's dtype; zeros at empty rows and padding.
     """
-    if implementation is None and native.suits(q, k_block, v_block, k_pages, v_pages):
-        compute = native.block_attention
-    else:
-        compute = _IMPLEMENTATIONS[choose("block_attention", implementation, pallas.unsupported(q, k_block, k_pages))]
+    compute = choose("block_attention", implementation, q, k_block, v_block, k_pages, v_pages).compute
     return compute(
         q,
         k_block,

@@ -15,16 +15,32 @@ MOST_QUERIES = 16
 _NO_WINDOW = 2**31 - 1
 
 
-def suits(
+def unsupported(
     q: Float[Array, "rows queries heads head_dim"],
     k_block: Float[Array, "rows queries kv_heads head_dim"],
     v_block: Float[Array, "rows queries kv_heads head_dim"],
     k_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
     v_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
-) -> bool:
-    """Whether this is the fastest way to compute these shapes here."""
+) -> str | None:
+    """Why these operands cannot be computed here, or None if they can."""
     cached = {x.dtype for x in (k_block, v_block, k_pages, v_pages)}
-    return len(cached) == 1 and native.computes(q.dtype, *cached) and q.shape[1] <= MOST_QUERIES and native.available()
+    if len(cached) > 1 or not native.computes(q.dtype, *cached):
+        return (
+            f"queries {q.dtype} and keys and values {', '.join(sorted(str(dtype) for dtype in cached))} "
+            "are not float32 or bfloat16, keys and values alike"
+        )
+    return native.unavailable()
+
+
+def slower(
+    q: Float[Array, "rows queries heads head_dim"],
+    k_block: Float[Array, "rows queries kv_heads head_dim"],
+    v_block: Float[Array, "rows queries kv_heads head_dim"],
+    k_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+) -> str | None:
+    """Why XLA is no slower, or None if it is."""
+    return None if q.shape[1] <= MOST_QUERIES else f"{q.shape[1]} queries are more than {MOST_QUERIES}"
 
 
 def block_attention(

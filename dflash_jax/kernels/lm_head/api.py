@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.choice import Implementation, choose
-from dflash_jax.kernels.lm_head import pallas, xla
-from dflash_jax.kernels.product import RowMatrix
+from dflash_jax.kernels.dispatch import Implementation, choose
+from dflash_jax.kernels.matmul import Layout
 
 
 def best_tokens(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "inputs outputs"] | RowMatrix,
+    weight: Float[Array, "rows columns"],
     *,
-    tied: bool,
+    layout: Layout,
     top_k: int,
     multiplier: float = 1.0,
     softcap: float | None = None,
@@ -25,33 +22,24 @@ def best_tokens(
 
     Args:
       hidden: final hidden states, normalised.
-      weight: [vocab, hidden] if tied, else [hidden, vocab]; of a `RowMatrix`, `tied` says nothing.
-      tied: whether the head is the transposed embedding.
+      weight: the head.
+      layout: of the head: "in_out" is [hidden, vocab], "out_in" is [vocab, hidden], as a tied embedding lies.
       top_k: how many; 1 is the argmax.
       multiplier: scales the logits.
       softcap: caps them after that, to softcap * tanh(logits / softcap); None for no cap.
-      implementation: overrides what the platform decides; see `kernels.choice`. "pallas" writes no
+      implementation: overrides what the platform decides; see `kernels.dispatch`. "mosaic_gpu" writes no
         logits to memory.
     """
-    fused = _is_fused(hidden, weight, tied, top_k, implementation)
-    compute: Callable = pallas.best_tokens if fused else xla.best_tokens
-    return compute(hidden, weight, tied=tied, top_k=top_k, multiplier=multiplier, softcap=softcap)
+    compute = choose("best_tokens", implementation, hidden, weight, layout, top_k).compute
+    return compute(hidden, weight, layout=layout, top_k=top_k, multiplier=multiplier, softcap=softcap)
 
 
 def writes_logits(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "inputs outputs"] | RowMatrix,
+    weight: Float[Array, "rows columns"],
     *,
-    tied: bool,
+    layout: Layout,
     implementation: Implementation | None = None,
 ) -> bool:
     """Whether the argmax by `best_tokens` writes all logits to memory, where others may as well use them."""
-    return not _is_fused(hidden, weight, tied, 1, implementation)
-
-
-def _is_fused(hidden, weight, tied: bool, top_k: int, implementation: Implementation | None) -> bool:
-    """Whether the kernel computes it, which reads no `RowMatrix`."""
-    if isinstance(weight, RowMatrix):
-        return False
-    unsupported = pallas.unsupported(hidden, weight, tied=tied, top_k=top_k)
-    return choose("best_tokens", implementation, unsupported) == "pallas"
+    return choose("best_tokens", implementation, hidden, weight, layout, 1).name != "mosaic_gpu"

@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.files import cache_directory, replace_file
-from dflash_jax.kernels.choice import log_once
+from dflash_jax.files import cache_directory, exposure, private_directory, read_private, replace_file
+from dflash_jax.kernels.dispatch import log_once
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("product.cc", "attention.cc", "pages.cc"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("matmul.cc", "attention.cc", "pages.cc"))
 _HEADERS = (Path(__file__).with_name("cpu.h"),)
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
 _TARGETS = {"dflash_multiply": "DflashMultiply", "dflash_attend": "DflashAttend", "dflash_write": "DflashWrite"}
@@ -40,8 +40,8 @@ def available() -> bool:
     """Whether there is native code here; if there could be and is not, the log says why.
 
     It is for CPUs, and takes a C++ compiler (`find_compiler`). What that makes is kept in
-    `$DFLASH_JAX_CACHE/native`, or `~/.cache/dflash_jax/native`, and made anew if it cannot be loaded.
-    XLA then has the functions, as FFI targets.
+    `$DFLASH_JAX_CACHE/native`, or `~/.cache/dflash_jax/native`, if only this user may write there, and made anew if it
+    is damaged. XLA then has the functions, as FFI targets.
     """
     if jax.default_backend() != "cpu":
         return False
@@ -97,25 +97,53 @@ def load() -> dict[str, Any]:
         jax.lib.__version__,
         _machine(),
     ]
-    name = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16] + ".so"
-    with contextlib.suppress(OSError, AttributeError, RuntimeError):
-        return _functions(_kept(name))
+    name = _digest("\0".join(made_of).encode())
+    directory = _directory()
+    if directory is not None and (kept := _kept(directory, name)) is not None:
+        return kept
     with tempfile.TemporaryDirectory() as scratch:
-        made = Path(scratch) / name
+        if reason := exposure(Path(scratch).resolve()):
+            raise BuildError(f"there is no safe place to build it: {reason}")
+        made = Path(scratch) / f"{name}.so"
         _compile([*command, *map(str, _SOURCES), "-o", str(made)])
         try:
             functions = _functions(made)
         except (OSError, AttributeError) as error:
             raise BuildError(f"what {command[0]} makes of the native code cannot be loaded: {error}") from None
         # It works without being kept, and stays loaded when its file is gone.
-        with contextlib.suppress(OSError, RuntimeError):
-            _kept(name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(_kept(name), made.read_bytes())
+        with contextlib.suppress(OSError):
+            if directory is not None:
+                content = made.read_bytes()
+                replace_file(directory / f"{name}-{_digest(content)}.so", content, mode=0o600)
     return functions
 
 
-def _kept(name: str) -> Path:
-    return cache_directory() / "native" / name
+def _directory() -> Path | None:
+    """Where code is kept, if there is a place that only this user may write: what is loaded runs as this user."""
+    try:
+        return private_directory(cache_directory() / "native")
+    except PermissionError as error:
+        log_once(f"native code is compiled anew in every process, because it can be kept nowhere: {error}")
+    except (OSError, RuntimeError):
+        pass
+    return None
+
+
+def _kept(directory: Path, name: str) -> dict[str, Any] | None:
+    """The functions of a whole file of this user. A cut one would end the process when its code is run."""
+    for file in directory.glob(f"{name}-*.so"):
+        try:
+            if file.stem == f"{name}-{_digest(read_private(file))}":
+                return _functions(file)
+        except (OSError, AttributeError):
+            pass
+        with contextlib.suppress(OSError):
+            file.unlink()
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
 
 
 def _functions(library: Path) -> dict[str, Any]:

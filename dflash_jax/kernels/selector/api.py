@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.choice import Implementation, choose
-from dflash_jax.kernels.selector import pallas, xla
-
-_IMPLEMENTATIONS = {"reference": xla.select_path, "xla": xla.select_path, "pallas": pallas.select_path}
+from dflash_jax.kernels.dispatch import Implementation, choose
 
 
 def select_path(
@@ -36,12 +33,11 @@ def select_path(
       temperature: 0 takes the best edge; T > 0 samples from softmax(S / T).
       noise: standard Gumbel noise that makes the samples (argmax of S / T + noise); None when every
         temperature is 0.
-      implementation: overrides what the platform decides; see `kernels.choice`.
+      implementation: overrides what the platform decides; see `kernels.dispatch`.
 
     Returns:
       The chosen tokens, and at each position the distribution over its candidates that they were
       drawn from: softmax(S / T), or 1 on the best one. Of equal scores the first candidate wins.
     """
-    unsupported = pallas.unsupported(tokens, gate, predecessor_codebook, successor_codebook)
-    compute = _IMPLEMENTATIONS[choose("select_path", implementation, unsupported)]
+    compute = choose("select_path", implementation, tokens, gate, predecessor_codebook, successor_codebook).compute
     return compute(tokens, unary, gate, anchor, predecessor_codebook, successor_codebook, temperature, noise)

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+# Unrolled, steps are fastest; of more positions than drafters are trained for, they would take minutes to compile.
+_MOST_UNROLLED = 16
+
 
 def edge_scores(
     tokens: Int[Array, "rows drafts candidates"],
@@ -40,18 +43,27 @@ def walk(
 ) -> tuple[Int[Array, "rows drafts"], Float[Array, "rows drafts candidates"]]:
     """Chooses a candidate at one position after the other, from the anchor on; see `api.select_path`."""
     rows, drafts, top_k = tokens.shape
-    index = jnp.zeros((rows,), jnp.int32)
     every_row = jnp.arange(rows)
     sampled = (temperature > 0)[:, None]
     divisor = jnp.where(sampled, temperature[:, None], 1.0)
-    path, probs = [], []
-    for position in range(drafts):
+
+    def step(index, position):
         scores = edges[every_row, position, index] / divisor
         drawn = scores if noise is None else jnp.where(sampled, scores + noise[:, position], scores)
         index = jnp.argmax(drawn, axis=-1).astype(jnp.int32)
         certain = jax.nn.one_hot(index, top_k, dtype=scores.dtype)
-        probs.append(certain if noise is None else jnp.where(sampled, jax.nn.softmax(scores, axis=-1), certain))
-        path.append(tokens[every_row, position, index])
+        probs = certain if noise is None else jnp.where(sampled, jax.nn.softmax(scores, axis=-1), certain)
+        return index, (tokens[every_row, position, index], probs)
+
+    index = jnp.zeros((rows,), jnp.int32)
+    if drafts > _MOST_UNROLLED:
+        _, (path, probs) = jax.lax.scan(step, index, jnp.arange(drafts))
+        return jnp.moveaxis(path, 0, 1), jnp.moveaxis(probs, 0, 1)
+    steps = []
+    for position in range(drafts):
+        index, chosen = step(index, position)
+        steps.append(chosen)
+    path, probs = zip(*steps, strict=True)
     return jnp.stack(path, axis=1), jnp.stack(probs, axis=1)
 
 

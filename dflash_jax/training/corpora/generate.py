@@ -16,7 +16,6 @@ from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Engine, Models
 from dflash_jax.errors import ConfigError
 from dflash_jax.files import sole_writer
-from dflash_jax.kernels.choice import Implementation
 from dflash_jax.progress import Bar
 from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, repair
@@ -33,9 +32,7 @@ def writing_engine(config: CorpusConfig) -> Engine:
     """
     target = load_target(config.target.path, config.engine.dtype)
     models = Models(rounded(target.params, config.dtype), target.config)
-    # Mixed precision has its own matrices, and native code would prepare them a second time.
-    implementation: Implementation | None = "xla" if config.dtype == "bfloat16" else None
-    return Engine(models, config.engine, tokenizer=target.tokenizer, implementation=implementation)
+    return Engine(models, config.engine, tokenizer=target.tokenizer)
 
 
 def generate_corpus(

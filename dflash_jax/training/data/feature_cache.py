@@ -20,6 +20,9 @@ from dflash_jax.training.data.features import FeatureExtractor
 from dflash_jax.training.manifest import difference, read_manifest, write_manifest
 from dflash_jax.training.values import Dtype
 
+# Which states a layer's file holds: transformers', where the last layer's are those after the final norm.
+_STATES = "hidden_states[layer + 1]"
+
 
 class Features:
     """The features of a dataset's sequences, computed when they are first asked for.
@@ -76,7 +79,7 @@ class CachedFeatures(Features):
                 "out to compute them again every time"
             )
         directory.mkdir(parents=True, exist_ok=True)
-        _check_manifest(directory, {"target": target, "dtype": dtype}, dataset)
+        _check_manifest(directory, {"target": target, "dtype": dtype, "states": _STATES}, dataset)
         self._states = {
             layer: _grow(directory / f"layer-{layer}.bfloat16", (tokens, hidden), ml_dtypes.bfloat16)
             for layer in layers
@@ -101,9 +104,8 @@ def _check_manifest(directory: Path, settings: dict[str, str], dataset: Dataset)
     manifest, sequences = directory / "target.json", directory / "sequences.npy"
     way_out = "give another data.features, or remove that directory"
     if manifest.exists():
-        # A manifest without a dtype fits any.
-        if changed := difference({**settings, **read_manifest(manifest)}, settings):
-            raise ConfigError(f"the features in {directory} are of another target or dtype ({changed}); {way_out}")
+        if changed := difference(read_manifest(manifest), settings):
+            raise ConfigError(f"the features in {directory} are not those of this run ({changed}); {way_out}")
         recorded = _recorded_hashes(sequences, way_out)
         if not np.array_equal(recorded, dataset.hashes[: len(recorded)]):
             raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 
@@ -11,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.kernels.choice import Implementation
-from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.kernels.context import Context, KeyValues
+from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import DraftConfig, TargetConfig
+from dflash_jax.models.matrix import map_matrices
 from dflash_jax.models.target import Extension, extend
 from dflash_jax.models.weights import DraftParams, TargetParams
 from dflash_jax.training.precision import rounded
@@ -42,14 +42,6 @@ def run_sequences(
     return extend(params, config, context, tokens, q_len, feature_layers=feature_layers, implementation=implementation)
 
 
-def up_to_layer(params: TargetParams, config: TargetConfig, layer: int) -> tuple[TargetParams, TargetConfig]:
-    """The target without the layers after `layer`, whose outputs are not needed."""
-    return (
-        params.replace(layers=params.layers[: layer + 1]),
-        dataclasses.replace(config, layers=config.layers[: layer + 1]),
-    )
-
-
 class FeatureExtractor:
     """Computes features of single sequences.
 
@@ -64,26 +56,21 @@ class FeatureExtractor:
     def __call__(
         self, tokens: Int[np.ndarray, " tokens"], layers: tuple[int, ...]
     ) -> Float[np.ndarray, "tokens features"]:
-        """Hidden states after the layers, concatenated in their order.
-
-        If the last entry is the number of the target's layers, it means the final hidden states, normalised.
-        """
+        """Hidden states after the layers, concatenated in their order; after the last layer, those after the norm."""
         # Padding at the end changes nothing before it: the target is causal.
         padded = np.pad(tokens, (0, -len(tokens) % _BUCKET))
-        params, config = up_to_layer(self._params, self._config, max(layers))
-        return np.asarray(_features(params, config, jnp.asarray(padded)[None], layers)[0])[: len(tokens)]
+        return np.asarray(_features(self._params, self._config, jnp.asarray(padded)[None], layers)[0])[: len(tokens)]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
 def _features(params, config, tokens, layers):
-    inner = tuple(layer for layer in layers if layer < config.num_layers)
-    run = run_sequences(params, config, tokens, inner)
-    return run.features if inner == layers else jnp.concatenate([run.features, run.hidden], axis=-1)
+    # Layers after the last one asked for contribute nothing, and the compiler leaves them out.
+    return run_sequences(params, config, tokens, layers).features
 
 
 def fingerprint(params: TargetParams | DraftParams, config: TargetConfig | DraftConfig) -> str:
     """Hash of a model: its config and every weight."""
     digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
-    for leaf in jax.tree.leaves(params):
+    for leaf in jax.tree.leaves(map_matrices(lambda matrix: matrix.laid_out("in_out"), params)):
         digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
     return digest.hexdigest()

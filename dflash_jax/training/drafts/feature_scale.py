@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dflash_jax.models.config import DraftConfig
+from dflash_jax.models.matrix import Matrix
 from dflash_jax.models.weights import DraftParams
 
 
@@ -27,9 +28,9 @@ def feature_scale(samples: list[Float[np.ndarray, "tokens features"]]) -> Float[
 
 def scale_features(params: DraftParams, scale: Float[Array, " features"]) -> DraftParams:
     """A draft for raw features, as one for features divided by `scale`."""
-    return params.replace(fc=params.fc * scale[:, None])
+    return params.replace(fc=Matrix(params.fc.in_out * scale[:, None]))
 
 
 def unscale_features(params: DraftParams, scale: Float[Array, " features"]) -> DraftParams:
     """A draft for features divided by `scale`, as one for raw features."""
-    return params.replace(fc=params.fc / scale[:, None])
+    return params.replace(fc=Matrix(params.fc.in_out / scale[:, None]))

@@ -15,6 +15,7 @@ from dflash_jax.models.config import (
     TargetConfig,
     TransformerConfig,
 )
+from dflash_jax.models.matrix import Matrix, map_matrices
 from dflash_jax.models.weights import (
     AttentionWeights,
     ConvWeights,
@@ -79,14 +80,14 @@ def check_num_weights(what: str, make: Callable[[], PyTree]) -> None:
         )
 
 
-def _random_matrix(key: Key[Array, ""], inputs: int, outputs: int, scale: float) -> Float[Array, "inputs outputs"]:
-    return jax.random.normal(key, (inputs, outputs)) * (scale / inputs**0.5)
+def _random_matrix(key: Key[Array, ""], inputs: int, outputs: int, scale: float) -> Matrix:
+    return Matrix(jax.random.normal(key, (inputs, outputs)) * (scale / inputs**0.5))
 
 
-def _fresh_fc(key: Key[Array, ""], config: DraftConfig, section: InitSection) -> Float[Array, "features hidden"]:
+def _fresh_fc(key: Key[Array, ""], config: DraftConfig, section: InitSection) -> Matrix:
     hidden, layers = config.hidden_size, len(config.target_layer_ids)
     if section.fc == "last":
-        return jnp.eye(layers * hidden, hidden, k=-(layers - 1) * hidden)
+        return Matrix(jnp.eye(layers * hidden, hidden, k=-(layers - 1) * hidden))
     return _random_matrix(key, layers * hidden, hidden, section.scale)
 
 
@@ -97,7 +98,7 @@ def _fresh_conv(config: DraftConfig, second_tap: float) -> ConvWeights | None:
     base = jnp.zeros((2, taps, hidden)).at[:, 0].set(1.0)
     if taps > 1:
         base = base.at[0, 1].set(second_tap)
-    return ConvWeights(base, jnp.zeros((hidden, 2 * taps * (hidden // config.conv.group_size))))
+    return ConvWeights(base, Matrix(jnp.zeros((hidden, 2 * taps * (hidden // config.conv.group_size)))))
 
 
 def _fresh_selector(key: Key[Array, ""], config: DraftConfig) -> SelectorWeights | None:
@@ -148,13 +149,15 @@ def _copied_layer(source: LayerWeights, config: DraftConfig, target: TargetConfi
             f"init.layers is 'target', but draft.intermediate_size {config.intermediate_size} is more than the "
             f"target's {target.intermediate_size}; make it smaller, or set init.layers to 'random'"
         )
+    source = map_matrices(lambda matrix: matrix.laid_out("in_out"), source)
     source = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), source)
     dense, attention = source.mlp, source.attention
     assert isinstance(dense, MlpWeights)
-    strength = jnp.linalg.norm(dense.up_proj.weight, axis=0) * jnp.linalg.norm(dense.down_proj.weight, axis=1)
+    gate, up, down = (part.weight.in_out for part in (dense.gate_proj, dense.up_proj, dense.down_proj))
+    strength = jnp.linalg.norm(up, axis=0) * jnp.linalg.norm(down, axis=1)
     kept = jnp.sort(jnp.argsort(-strength)[: config.intermediate_size])
     q_norm, k_norm = (
-        norm if norm is not None else _typical_norm(source.input_norm, projection.weight, config.head_dim)
+        norm if norm is not None else _typical_norm(source.input_norm, projection.weight.in_out, config.head_dim)
         for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj))
     )
     return LayerWeights(
@@ -169,9 +172,9 @@ def _copied_layer(source: LayerWeights, config: DraftConfig, target: TargetConfi
         ),
         post_attention_norm=source.post_attention_norm,
         mlp=MlpWeights(
-            Linear(dense.gate_proj.weight[:, kept]),
-            Linear(dense.up_proj.weight[:, kept]),
-            Linear(dense.down_proj.weight[kept]),
+            Linear(Matrix(gate[:, kept])),
+            Linear(Matrix(up[:, kept])),
+            Linear(Matrix(down[kept])),
         ),
     )
 

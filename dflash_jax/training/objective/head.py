@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels import lm_head
+from dflash_jax.kernels.matmul.xla import mixed_products
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.training.objective.sampled_softmax import VocabularySubset
-from dflash_jax.training.precision import mixed_matmul_transposed
 
 _CHUNK_LOGITS = 4 * 1024 * 1024
 
@@ -35,9 +36,7 @@ class HeadOutput:
 
 def scale_logits(logits: Float[Array, "*batch"], config: DraftConfig) -> Float[Array, "*batch"]:
     """Products of hidden states and the LM head, scaled and capped as in `head_logits`."""
-    logits = logits * config.output_multiplier
-    cap = config.final_logit_softcap
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+    return lm_head.scale_logits(logits, config.output_multiplier, config.final_logit_softcap)
 
 
 def head_loss(
@@ -93,7 +92,7 @@ _head_loss.defvjp(_forward, _backward)
 
 def _run(config, top_k, soft, hidden, matrix, subset, labels, weights, teacher, *, with_gradient):
     subset_matrix = matrix[subset.tokens]
-    matmul = mixed_matmul_transposed if matrix.dtype == jnp.bfloat16 else lambda x, table: x @ table.T
+    matmul = mixed_products if matrix.dtype == jnp.bfloat16 else lambda x, table: x @ table.T
     size = len(subset.tokens)
     place_in_subset = jnp.full(matrix.shape[0], -1, jnp.int32).at[subset.tokens].set(jnp.arange(size, dtype=jnp.int32))
     positions = hidden.shape[0]

@@ -13,8 +13,10 @@ from flax import struct
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from dflash_jax.checkpoints.hf_config import target_config
+from dflash_jax.compile_cache import enable_compile_cache
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import TargetConfig
+from dflash_jax.models.matrix import Matrix
 from dflash_jax.models.target import lm_head
 from dflash_jax.models.weights import TargetParams
 from dflash_jax.progress import Bar
@@ -82,7 +84,7 @@ def fresh_target_params(key: Key[Array, ""], config: TargetConfig, scale: float)
         embedding=jax.random.normal(keys[0], shape) * (scale if config.tied_embeddings else 1.0),
         layers=tuple(random_layer(key, config, scale) for key in keys[2:]),
         norm=jnp.ones(config.hidden_size),
-        lm_head=None if config.tied_embeddings else head,
+        lm_head=None if config.tied_embeddings else Matrix(head),
     )
 
 
@@ -90,7 +92,7 @@ def predict(params: TargetParams, config: TargetConfig, batch: TokenBatch) -> Pr
     """Cross-entropy of every token after a prompt, given all before it."""
     # The other implementations have loops of a length known only at run time, which cannot be differentiated.
     run = run_sequences(params, config, batch.tokens, implementation="reference")
-    logits = lm_head(params, run.hidden[:, :-1])
+    logits = lm_head(params, run.hidden[:, :-1], implementation="reference")
     labels = batch.tokens[:, 1:]
     positions = jnp.arange(1, batch.tokens.shape[1])
     learnt = (positions >= batch.prompt_lens[:, None]) & (positions < batch.seq_lens[:, None])
@@ -105,6 +107,7 @@ def pretrain(section: PretrainSection, dataset: Dataset, seed: int) -> Pretraine
     Raises:
       ConfigError: sizes that contradict each other.
     """
+    enable_compile_cache()
     config = fresh_target_config(section.shape)
 
     def fresh() -> TargetParams:

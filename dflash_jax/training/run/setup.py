@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from dflash_jax.checkpoints import LoadedTarget, load_target
+from dflash_jax.compile_cache import enable_compile_cache
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams
@@ -83,6 +84,7 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
       CheckpointError: a target or draft that cannot be read.
     """
     check_shapes(config)
+    enable_compile_cache()
     target = load_target(config.target, "float32")
     dataset = open_data(config.data, target.config.vocab_size)
     start, draft_config = starting_draft(config, target)
@@ -135,7 +137,7 @@ def _open_features(
     extractor = FeatureExtractor(target.params, target.config, config.dtype)
     layers = draft.target_layer_ids
     if config.loss.soft:
-        layers = (*layers, target.config.num_layers)
+        layers = (*layers, target.config.num_layers - 1)
     if config.data.features is None:
         return Features(dataset, extractor, layers)
     return CachedFeatures(
@@ -172,6 +174,7 @@ def build_features(config: TrainConfig, report_progress: Callable[[int, int], No
     """
     if config.data.features is None:
         raise ConfigError("data.features is missing; it must name the directory for the computed features")
+    enable_compile_cache()
     target = load_target(config.target, "float32")
     dataset = open_data(config.data, target.config.vocab_size)
     _, draft_config = starting_draft(config, target)

@@ -63,7 +63,7 @@ def test_features_of_added_sequences_follow_those_that_are_there(tmp_path):
 def test_features_of_another_target_are_refused(tmp_path, recall_data):
     data = opened(recall_data)
     cache(tmp_path, data)
-    with pytest.raises(ConfigError, match="of another target"):
+    with pytest.raises(ConfigError, match="not those of this run"):
         cache(tmp_path, data, fingerprint="b")
 
 

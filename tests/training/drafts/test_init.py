@@ -58,17 +58,19 @@ def test_a_fresh_dflash2_draft_computes_what_the_plain_one_does(layers):
 def test_layers_are_the_targets_last_ones():
     _, params = fresh(InitSection(layers="target"))
     for layer, source in zip(params.layers, target().params.layers[-2:], strict=True):
-        np.testing.assert_array_equal(layer.attention.v_proj.weight, source.attention.v_proj.weight)
-        np.testing.assert_array_equal(layer.mlp.down_proj.weight, source.mlp.down_proj.weight)
+        np.testing.assert_array_equal(layer.attention.v_proj.weight.value, source.attention.v_proj.weight.value)
+        np.testing.assert_array_equal(layer.mlp.down_proj.weight.value, source.mlp.down_proj.weight.value)
     np.testing.assert_array_equal(params.norm, target().params.norm)
 
 
 def test_a_narrower_mlp_keeps_the_strongest_neurons():
     _, params = fresh(InitSection(layers="target"), SECTION.model_copy(update={"intermediate_size": 32}))
     source = target().params.layers[-1].mlp
-    strength = np.linalg.norm(source.up_proj.weight, axis=0) * np.linalg.norm(source.down_proj.weight, axis=1)
+    strength = np.linalg.norm(source.up_proj.weight.value, axis=0) * np.linalg.norm(
+        source.down_proj.weight.value, axis=1
+    )
     kept = np.sort(np.argsort(-strength)[:32])
-    np.testing.assert_array_equal(params.layers[-1].mlp.gate_proj.weight, source.gate_proj.weight[:, kept])
+    np.testing.assert_array_equal(params.layers[-1].mlp.gate_proj.weight.value, source.gate_proj.weight.value[:, kept])
 
 
 def test_the_second_tap_lets_the_first_mask_see_the_anchor():
@@ -92,7 +94,7 @@ def test_a_draft_of_scaled_features_is_the_same_as_one_of_raw_features():
     np.testing.assert_allclose(
         hidden(config, raw, features), hidden(config, params, features / scale), rtol=1e-4, atol=1e-4
     )
-    np.testing.assert_allclose(scale_features(raw, scale).fc, params.fc, rtol=1e-6)
+    np.testing.assert_allclose(scale_features(raw, scale).fc.value, params.fc.value, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

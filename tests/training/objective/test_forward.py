@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.cache import Context, KeyValues
+from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.models.draft import context_entries, run_block
 from dflash_jax.training.data.features import run_sequences
 from dflash_jax.training.objective.forward import block_hidden

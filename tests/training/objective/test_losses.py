@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.models.cache import Context, KeyValues
-from dflash_jax.models.draft import context_entries, propose
+from dflash_jax.kernels.context import Context, KeyValues
+from dflash_jax.models.draft import context_entries
+from dflash_jax.models.drafters import drafter_of
 from dflash_jax.models.layers import linear, mlp, project_kv, project_q, rms_norm
+from dflash_jax.sampling import Sampler
 from dflash_jax.training.data.batch import Batch
 from dflash_jax.training.data.features import run_sequences
 from dflash_jax.training.objective import head
@@ -259,8 +261,11 @@ def test_accepted_tokens_are_those_that_drafting_from_each_anchor_gets_right():
     table = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (count, 4))
     context = Context(pages, table, jnp.arange(count, dtype=jnp.int32), positions)
     drafts = of.draft_config.block_size - 1
-    drafted = propose(
-        of.draft, of.draft_config, of.target, context, tokens[0, positions], drafts, jnp.zeros(count), None
+    zeros = jnp.zeros(count)
+    greedy = Sampler(zeros, zeros.astype(jnp.int32), zeros + 1, zeros, zeros.astype(jnp.uint32))
+    drafter = drafter_of(of.draft_config)
+    drafted = drafter.propose(
+        of.draft, of.draft_config, of.target, context, tokens[0, positions], drafts, greedy
     ).tokens
     whole = int(jnp.sum(positions + drafts < 64))
     right = drafted[:whole] == tokens[0, positions[:whole, None] + 1 + jnp.arange(drafts)]

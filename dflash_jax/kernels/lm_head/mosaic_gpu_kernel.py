@@ -63,7 +63,7 @@ def kernel(x, head, values_out, ids_out, *, plan: Plan, x_smem, head_smem, loade
       head: [vocab, depth] if tied, else [depth, vocab].
       values_out, ids_out: [shares, rows, kept]: the share's best logits and their tokens, best first.
       plan: the launch.
-      x_smem, ...: shared memory and barriers, see `pallas._launch`; term holds one bfloat16 term of a
+      x_smem, ...: shared memory and barriers, see `mosaic_gpu._launch`; term holds one bfloat16 term of a
         float32 head.
     """
     share, group = lax.axis_index("share"), lax.axis_index("group")

@@ -16,7 +16,7 @@ from dflash_jax.engine.state import init_state
 from dflash_jax.engine.steps import prefill, run_rounds
 from dflash_jax.kernels import mosaic
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig, RopeConfig, SelectorConfig, TargetConfig
-from dflash_jax.models.selector import argmax_proposal
+from dflash_jax.models.drafters import Proposal
 from dflash_jax.models.target import lm_head
 from dflash_jax.sampling import Sampler
 from tests.pairs import PAIRS, cases, full_blocks, models
@@ -31,7 +31,7 @@ def test_golden_rounds_are_reproduced(pair):
     config = EngineConfig(max_slots=1, max_model_len=128, page_size=64, strict=True, rounds_per_step=1)
     produced = case["produced_per_round"][:ROUNDS]
     with mosaic.simulated():
-        engine = Engine(models(pair), config, implementation="pallas")
+        engine = Engine(models(pair), config, implementation="mosaic_gpu")
         sampling = {"max_tokens": 1 + sum(produced), "ignore_eos": True}
         completion = engine.generate([case["prompt"]], sampling)[0]
     assert list(completion.token_ids) == case["greedy_tokens"][: 1 + sum(produced)]
@@ -45,7 +45,8 @@ def test_the_heads_kernel_decides_as_logits_do():
     hidden = jnp.asarray(rng.standard_normal((2, 4, of.target_config.hidden_size)), jnp.float32)
     best = jnp.argmax(lm_head(of.target, hidden), axis=-1).astype(jnp.int32)
     # Row 0 drafts what the target says up to its last token, row 1 only its first.
-    proposal = argmax_proposal(best[:, :3] + jnp.array([[0, 0, 1], [0, 1, 0]]))
+    drafted = best[:, :3] + jnp.array([[0, 0, 1], [0, 1, 0]])
+    proposal = Proposal(drafted, drafted[..., None], jnp.ones((*drafted.shape, 1), jnp.float32))
     nothing = jnp.zeros(2, jnp.int32)
     greedy = Sampler(jnp.zeros(2), nothing, jnp.ones(2), jnp.zeros(2), jnp.arange(2, dtype=jnp.uint32))
     one_samples = greedy.replace(temperature=jnp.array([0.0, 0.8]))
@@ -55,7 +56,7 @@ def test_the_heads_kernel_decides_as_logits_do():
         return jax.tree.map(np.asarray, [of_sampler(greedy), of_sampler(one_samples)])
 
     with mosaic.simulated():
-        found = verdicts("pallas")
+        found = verdicts("mosaic_gpu")
     jax.tree.map(np.testing.assert_array_equal, found, verdicts("xla"))
     assert found[0].accepted.tolist() == [2, 1] and found[1].accepted[0] == 2
 
@@ -98,13 +99,13 @@ def test_round_and_prefill_lower_for_cuda(sizes):
     )
 
     def step(of, state):
-        return run_rounds(of, state, drafts=7, rounds=4, implementation="pallas")
+        return run_rounds(of, state, drafts=7, rounds=4, implementation="mosaic_gpu")
 
     # Attention of target and draft, the draft's head, its selector, and the target's head.
     assert kernels_when_lowered(step, of, state) == 5
 
     def chunk(of, state, tokens, rows):
-        return prefill(of, state, tokens, rows, rows > 0, rows, implementation="pallas")
+        return prefill(of, state, tokens, rows, rows > 0, rows, implementation="mosaic_gpu")
 
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32)

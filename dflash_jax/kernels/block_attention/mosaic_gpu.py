@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels import mosaic
-from dflash_jax.kernels.block_attention.pallas_kernel import kernel
-from dflash_jax.kernels.block_attention.pallas_tiles import ROWS, Plan
+from dflash_jax.kernels.block_attention.mosaic_gpu_kernel import kernel
+from dflash_jax.kernels.block_attention.mosaic_gpu_tiles import ROWS, Plan
 
 _MULTIPROCESSORS = 132
 """Of an H100 or H200."""
@@ -31,7 +31,9 @@ _MULTIPROCESSORS = 132
 def unsupported(
     q: Float[Array, "rows queries heads head_dim"],
     k_block: Float[Array, "rows queries kv_heads head_dim"],
+    v_block: Float[Array, "rows queries kv_heads head_dim"],
     k_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "layers pages page_size kv_heads head_dim"],
 ) -> str | None:
     """Why these shapes cannot be computed here, or None if they can."""
     head_dim, page_size = q.shape[-1], k_pages.shape[2]

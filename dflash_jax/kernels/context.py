@@ -1,4 +1,4 @@
-"""Cached keys and values as the models see them: pages, and the way from a row to its own."""
+"""Cached keys and values: pages, the way from a row to its own, and the ops that read and write them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels.block_attention import block_attention
+from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.kernels.pages import write_tokens
 
 
@@ -36,7 +38,40 @@ class Context(struct.PyTreeNode):
         slots = jnp.maximum(self.idx_mapping, 0)
         return jnp.where(self.idx_mapping >= 0, self.lengths[slots], 0)
 
-    def write(self, entries: KeyValues, count: Int[Array, " rows"]) -> KeyValues:
+    def attend(
+        self,
+        layer: int,
+        q: Float[Array, "rows queries heads head_dim"],
+        k: Float[Array, "rows queries kv_heads head_dim"],
+        v: Float[Array, "rows queries kv_heads head_dim"],
+        q_len: Int[Array, " rows"],
+        *,
+        causal: bool,
+        window: int | None,
+        scale: float,
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "rows queries heads head_dim"]:
+        """New tokens' attention over their rows' contexts and over themselves; arguments as of `block_attention`."""
+        return block_attention(
+            q,
+            k,
+            v,
+            self.pages.k,
+            self.pages.v,
+            self.block_table,
+            self.idx_mapping,
+            self.lengths,
+            q_len,
+            layer=layer,
+            causal=causal,
+            window=window,
+            scale=scale,
+            implementation=implementation,
+        )
+
+    def write(
+        self, entries: KeyValues, count: Int[Array, " rows"], *, implementation: Implementation | None = None
+    ) -> KeyValues:
         """The pool with the first `count` tokens of each row appended at the end of its context.
 
         Tokens past `count`, empty rows, and tokens whose page does not exist are dropped: nothing is
@@ -54,6 +89,6 @@ class Context(struct.PyTreeNode):
         physical = jnp.where(keep, physical, num_pages)
         offset = positions % page_size
         return KeyValues(
-            k=write_tokens(self.pages.k, entries.k, physical, offset),
-            v=write_tokens(self.pages.v, entries.v, physical, offset),
+            k=write_tokens(self.pages.k, entries.k, physical, offset, implementation=implementation),
+            v=write_tokens(self.pages.v, entries.v, physical, offset, implementation=implementation),
         )

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.kernels import native
-from dflash_jax.kernels.product import MOST_ROWS, RowMatrix
-from dflash_jax.kernels.product.native import multiply
+from dflash_jax.kernels.matmul import matmul
+from dflash_jax.kernels.matmul.native import MOST_ROWS, multiply
+from dflash_jax.models.matrix import Matrix
 
 needs_native = pytest.mark.usefixtures("native_code")
 
@@ -75,7 +76,7 @@ import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 import jax, jax.numpy as jnp
 from dflash_jax.kernels import native
-from dflash_jax.kernels.product.native import multiply
+from dflash_jax.kernels.matmul.native import multiply
 assert native.available()
 run = jax.jit(lambda x, ms: sum(multiply(x + i, m) for i, m in enumerate(ms)))
 print(float(run(jnp.ones((3, 256)), [jnp.ones((1024, 256))] * 24).max()))
@@ -94,16 +95,17 @@ def test_rows_of_other_lengths_are_refused():
 @needs_native
 @pytest.mark.parametrize("rows", [0, 1, MOST_ROWS, MOST_ROWS + 1])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_row_matrix_stands_where_an_array_does(rows, dtype):
+def test_a_matrix_in_native_layout_stands_where_an_array_does(rows, dtype):
     x, matrix = case(rows, 48, 40, dtype)
-    arranged = RowMatrix(matrix)
+    kept = Matrix(matrix, "out_in")
     blocks = x.reshape(rows, 1, 48).astype(dtype)
-    product = blocks @ arranged
+    product = blocks @ kept
     assert product.dtype == (blocks @ matrix.T).dtype and product.shape == (rows, 1, 40)
     tolerance = 1e-5 if dtype == "float32" else 2e-2
     np.testing.assert_allclose(product[:, 0].astype("float32"), exact(blocks[:, 0], matrix), atol=tolerance)
-    assert arranged.product(blocks).dtype == jnp.float32
-    np.testing.assert_allclose(arranged.product(blocks)[:, 0], exact(blocks[:, 0], matrix), atol=1e-5)
+    sums = matmul(blocks, matrix, layout="out_in", wide=True)
+    assert sums.dtype == jnp.float32
+    np.testing.assert_allclose(sums[:, 0], exact(blocks[:, 0], matrix), atol=1e-5)
 
 
 @needs_native
@@ -113,11 +115,13 @@ def test_beyond_a_few_rows_only_bfloat16_is_native_and_only_where_xla_is_slow(
 ):
     monkeypatch.setattr(native, "has_bfloat16", lambda: has_bfloat16)
     x, matrix = case(MOST_ROWS + 1, 48, 40, dtype)
-    program = str(jax.make_jaxpr(lambda x: x.astype(dtype) @ RowMatrix(matrix))(x))
+    program = str(jax.make_jaxpr(lambda x: x.astype(dtype) @ Matrix(matrix, "out_in"))(x))
     assert ("dflash_multiply" in program) == is_native
 
 
 @needs_native
 def test_it_can_be_mapped():
     x, matrix = case(6, 48, 40, "float32")
-    np.testing.assert_array_equal(jax.vmap(lambda row: row[None] @ RowMatrix(matrix))(x)[:, 0], x @ RowMatrix(matrix))
+    np.testing.assert_array_equal(
+        jax.vmap(lambda row: row[None] @ Matrix(matrix, "out_in"))(x)[:, 0], x @ Matrix(matrix, "out_in")
+    )

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.kernels import mosaic
-from dflash_jax.kernels.block_attention.pallas_tiles import ROWS, Loader, Plan, Work, work_of_cta
+from dflash_jax.kernels.block_attention.mosaic_gpu_tiles import ROWS, Loader, Plan, Work, work_of_cta
 
 _FLOOR = -1e20
 """Running maximum of a query that has seen no key; so far above a masked score that exp2 is 0."""
@@ -53,7 +53,7 @@ def kernel(
       sums_out: [CTAs * tile_rows, head_dim]: values summed with the softmax's numerators.
       statistics_out: [CTAs, 2, ROWS]: the maximum score, in base 2, and the sum of the numerators.
       plan: the launch.
-      q_smem, ...: shared memory and barriers, see `pallas._launch`. Without v_smem keys and values
+      q_smem, ...: shared memory and barriers, see `mosaic_gpu._launch`. Without v_smem keys and values
         take turns in k_smem; term then holds one bfloat16 term of what is there.
     """
     work = work_of_cta(plan, idx_mapping, context_len, q_len)

@@ -2,7 +2,7 @@
 
 One CTA of one warpgroup multiplies up to 128 rows of hidden states by a share of the vocabulary, a
 tile of tokens at a time, and keeps each row's best tokens. The shares' best are few, and plain XLA
-picks the best of those. `pallas_kernel.py` has what one CTA computes.
+picks the best of those. `mosaic_gpu_kernel.py` has what one CTA computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels import mosaic
-from dflash_jax.kernels.lm_head.pallas_kernel import DEPTH, ROWS, Plan, kernel
+from dflash_jax.kernels.lm_head.mosaic_gpu_kernel import DEPTH, ROWS, Plan, kernel
+from dflash_jax.kernels.matmul import Layout
 
 _CONCURRENT = 264
 """CTAs that an H100 or H200 runs at a time: by their shared memory, two on each of 132 multiprocessors."""
@@ -28,10 +29,10 @@ _MOST_ROWS = 512
 
 
 def unsupported(
-    hidden: Float[Array, "*batch hidden"], weight: Float[Array, "inputs outputs"], *, tied: bool, top_k: int
+    hidden: Float[Array, "*batch hidden"], weight: Float[Array, "rows columns"], layout: Layout, top_k: int
 ) -> str | None:
     """Why these shapes cannot be computed here, or None if they can."""
-    vocab, depth = weight.shape if tied else weight.shape[::-1]
+    vocab, depth = weight.shape if layout == "out_in" else weight.shape[::-1]
     rows = math.prod(hidden.shape[:-1])
     if weight.dtype not in (jnp.bfloat16, jnp.float32) or hidden.dtype != weight.dtype:
         return f"hidden states {hidden.dtype} and head {weight.dtype} are not both bfloat16 or both float32"
@@ -48,9 +49,9 @@ def unsupported(
 
 def best_tokens(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "inputs outputs"],
+    weight: Float[Array, "rows columns"],
     *,
-    tied: bool,
+    layout: Layout,
     top_k: int,
     multiplier: float,
     softcap: float | None,
@@ -59,6 +60,7 @@ def best_tokens(
     """See `api.best_tokens`; `shares` overrides into how many the vocabulary is cut."""
     batch, depth = hidden.shape[:-1], hidden.shape[-1]
     rows = math.prod(batch)
+    tied = layout == "out_in"
     vocab = weight.shape[0 if tied else 1]
     single = weight.dtype == jnp.bfloat16
     subtiles = 1 if rows <= ROWS else 2

@@ -1,0 +1,87 @@
+"""The LM head: the one place that knows where its matrix is, how it lies, and how its logits are scaled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from dflash_jax.kernels import lm_head as ops
+from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.models.config import DraftConfig
+from dflash_jax.models.matrix import Matrix
+from dflash_jax.models.weights import TargetParams
+
+
+class LmHead(struct.PyTreeNode):
+    """From final hidden states to logits.
+
+    Attributes:
+      weight: hidden states to logits.
+      shortlist: the tokens that these logits are of, ascending, so that of equal logits the lowest id still is the
+        best; None for the whole vocabulary.
+      multiplier: scales the logits.
+      softcap: c of c * tanh(logits / c), after that; None for no cap.
+    """
+
+    weight: Matrix
+    shortlist: Int[Array, " listed"] | None = None
+    multiplier: float = struct.field(pytree_node=False, default=1.0)
+    softcap: float | None = struct.field(pytree_node=False, default=None)
+
+    def logits(
+        self, hidden: Float[Array, "*batch hidden"], *, implementation: Implementation | None = None
+    ) -> Float[Array, "*batch logits"]:
+        """Logits in float32, of the whole vocabulary or of the shortlist's tokens."""
+        return ops.head_logits(
+            hidden,
+            self.weight.value,
+            layout=self.weight.layout,
+            multiplier=self.multiplier,
+            softcap=self.softcap,
+            implementation=implementation,
+        )
+
+    def best(
+        self, hidden: Float[Array, "*batch hidden"], top_k: int, *, implementation: Implementation | None = None
+    ) -> tuple[Float[Array, "*batch best"], Int[Array, "*batch best"]]:
+        """The `top_k` largest logits and their tokens, best first; of equal ones the lowest ids."""
+        values, tokens = ops.best_tokens(
+            hidden,
+            self.weight.value,
+            layout=self.weight.layout,
+            top_k=top_k,
+            multiplier=self.multiplier,
+            softcap=self.softcap,
+            implementation=implementation,
+        )
+        return values, tokens if self.shortlist is None else self.shortlist[tokens]
+
+    def writes_logits(
+        self, hidden: Float[Array, "*batch hidden"], *, implementation: Implementation | None = None
+    ) -> bool:
+        """Whether the argmax by `best` writes all logits to memory, where others may as well use them."""
+        weight = self.weight
+        return ops.writes_logits(hidden, weight.value, layout=weight.layout, implementation=implementation)
+
+
+def target_head(params: TargetParams) -> LmHead:
+    """The target's own; if it is tied, the embedding's numbers where they are."""
+    return LmHead(Matrix(params.embedding, "out_in") if params.lm_head is None else params.lm_head)
+
+
+def make_shortlist(params: TargetParams, tokens: Sequence[int]) -> LmHead:
+    """The target's head for some tokens only: most of a vocabulary is rare, and its LM head large. It is a copy."""
+    ids = jnp.asarray(sorted(set(tokens)), jnp.int32)
+    weight = target_head(params).weight
+    if weight.layout == "out_in":
+        return LmHead(weight.replace(value=weight.value[ids]), ids)
+    return LmHead(weight.replace(value=weight.value[:, ids]), ids)
+
+
+def draft_head(config: DraftConfig, params: TargetParams, shortlist: LmHead | None = None) -> LmHead:
+    """The target's head, or a shortlist of it, with its logits scaled and capped as the draft's config says."""
+    head = target_head(params) if shortlist is None else shortlist
+    return head.replace(multiplier=config.output_multiplier, softcap=config.final_logit_softcap)
