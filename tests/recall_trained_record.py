@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax.training.rule import CONTENT, PERIOD, follow_rule, rule_permutation
+from dflash_jax.training.pretraining.recall_rule import CONTENT, PERIOD, follow_rule, rule_permutation
 from tests.pairs import SAMPLING, TRAINED, TRAINED_FILES, engine
 
 # As of the golden pairs. With 48 tokens the last goes further than the pair was trained for.

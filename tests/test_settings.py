@@ -116,3 +116,29 @@ def test_what_a_section_says_of_its_values_is_said_in_its_words(values, says):
 def test_what_a_config_says_of_several_keys_stands_alone():
     with pytest.raises(ConfigError, match=r"^a\.yaml: `first` 2 is after `last` 1; keep A before B$"):
         parse(Ends, {"first": 2, "last": 1}, "a.yaml")
+
+
+def write_configs(directory, **texts):
+    for name, text in texts.items():
+        (directory / f"{name}.yaml").write_text(text)
+    return directory / f"{next(iter(texts))}.yaml"
+
+
+def test_a_config_that_extends_another_changes_what_it_names(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "base.yaml").write_text("a: {b: 1, c: [1, 2]}\nd: 4\ne: {f: 5}\n")
+    top = write_configs(
+        tmp_path / "below",
+        top="extends: middle.yaml\na: {c: [3]}\n",
+        middle="extends: ../base.yaml\na: {b: 2}\ne: null\n",
+    )
+    assert read_settings(top, ["a.g=6"]) == {"a": {"b": 2, "c": [3], "g": 6}, "d": 4, "e": None}
+
+
+def test_a_config_that_cannot_be_extended_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no config file .*nowhere\.yaml"):
+        read_settings(write_configs(tmp_path, a="extends: nowhere.yaml"))
+    with pytest.raises(ConfigError, match=r"a\.yaml: 'extends' is 3; it must be the path"):
+        read_settings(write_configs(tmp_path, a="extends: 3"))
+    with pytest.raises(ConfigError, match=r"a\.yaml extends itself, by way of .*b\.yaml"):
+        read_settings(write_configs(tmp_path, a="extends: b.yaml", b="extends: a.yaml"))

@@ -1,13 +1,18 @@
-"""Training drafts: features, anchors, losses, the step and the loop."""
+"""Training of drafts.
 
-from dflash_jax.training.average import average_drafts
+`config.py` says what a run is, `values.py` which values it takes. The parts, each a folder: `corpora` (text that the
+target writes), `data` (sequences and features), `drafts` (fresh weights), `objective` (the loss), `pretraining` (a
+target from nothing) and `run` (steps, checkpoints, metrics).
+"""
+
 from dflash_jax.training.config import TrainConfig
-from dflash_jax.training.export import export_draft
-from dflash_jax.training.inputs import make_inputs
-from dflash_jax.training.loop import Trained, run_training, train
-from dflash_jax.training.plots import plot_metrics
-from dflash_jax.training.records import TokenSequence, append_shards, shard_paths, write_shard
-from dflash_jax.training.setup import build_features
+from dflash_jax.training.data.records import TokenSequence, append_shards, shard_paths, write_shard
+from dflash_jax.training.drafts.average import average_drafts
+from dflash_jax.training.pretraining.inputs import make_inputs
+from dflash_jax.training.run.export import export_draft
+from dflash_jax.training.run.loop import Trained, run_training, train
+from dflash_jax.training.run.plots import plot_metrics
+from dflash_jax.training.run.setup import build_features
 
 __all__ = [
     "TokenSequence",

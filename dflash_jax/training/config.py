@@ -1,45 +1,42 @@
-"""What a training run is: the YAML of `dflash-jax train`."""
+"""The config of a training run: the YAML of `dflash-jax train`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field, model_validator
 
-from dflash_jax.settings import Section
+from dflash_jax.training.values import (
+    Directory,
+    Dtype,
+    Fraction,
+    LayerIds,
+    Layers,
+    PathText,
+    Positive,
+    Scale,
+    Seed,
+    Size,
+    Source,
+    StrictSection,
+    TokenId,
+    Weight,
+    Windows,
+)
 
-Dtype = Literal["float32", "bfloat16"]
-Positive = Annotated[int, Field(gt=0, lt=2**31)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-def _directory(value: Any) -> Any:
-    if value == "":
-        raise ValueError("it must name a directory")
-    return Path(value).expanduser() if isinstance(value, str) else value
-
-
-def _source(value: Any) -> Any:
-    return value["path"] if isinstance(value, Mapping) and set(value) == {"path"} else value
-
-
-Source = Annotated[str, BeforeValidator(_source)]
-Directory = Annotated[Path, BeforeValidator(_directory)]
+_MAX_RULE_TOKENS = 2**28
 
 
-class DraftSection(Section):
+class DraftSection(StrictSection):
     """The draft to train: a checkpoint to go on from, or the shape of a fresh one.
 
     Attributes:
-      path: a draft checkpoint; then every other field is ignored and must be left out.
+      path: a draft checkpoint; every other field must then be left out.
       num_layers: layers of a fresh draft; the target gives hidden size, heads and, unless
         `intermediate_size` is given, the width of the MLP.
       block_size: tokens of a block, the anchor included.
       mask_token_id: a token that never occurs in text and ends nothing.
-      target_layer_ids: layers to listen to; the default of the published drafts when absent.
+      target_layer_ids: target layers whose outputs are the features; those of the published drafts when absent.
       version: 1 for DFlash, 2 for DFlash 2 (convolutions and selector).
       conv_taps, conv_group_size, selector_rank, selector_top_k: DFlash 2's sizes.
       windows: attention window of each layer, null for none; all without one when absent.
@@ -47,23 +44,23 @@ class DraftSection(Section):
       intermediate_size: width of the MLP.
     """
 
-    path: str | None = None
-    num_layers: Positive = 2
-    block_size: Annotated[int, Field(ge=2)] = 8
-    mask_token_id: int | None = None
-    target_layer_ids: Annotated[tuple[int, ...], Field(min_length=1)] | None = None
-    version: Literal[1, 2] = 2
-    conv_taps: Positive = 2
-    conv_group_size: Positive = 16
-    selector_rank: Positive = 64
-    selector_top_k: Positive = 8
-    windows: tuple[Positive | None, ...] | None = None
+    path: PathText | None = None
+    num_layers: Layers = 2
+    block_size: Annotated[int, Field(ge=2, le=1024)] = 8
+    mask_token_id: TokenId | None = None
+    target_layer_ids: LayerIds | None = None
+    version: Annotated[int, Field(ge=1, le=2)] = 2
+    conv_taps: Annotated[int, Field(gt=0, le=1024)] = 2
+    conv_group_size: Size = 16
+    selector_rank: Size = 64
+    selector_top_k: Size = 8
+    windows: Windows | None = None
     causal: bool = False
-    intermediate_size: Positive | None = None
+    intermediate_size: Size | None = None
 
 
-class InitSection(Section):
-    """How a fresh draft starts.
+class InitSection(StrictSection):
+    """The weights that a fresh draft starts from.
 
     Attributes:
       fc: "scaled" draws it for features of unit variance, dividing by each feature's measured standard
@@ -77,14 +74,14 @@ class InitSection(Section):
 
     fc: Literal["plain", "scaled", "last"] = "scaled"
     layers: Literal["random", "target"] = "random"
-    second_tap: float = 0.0
-    scale: Annotated[float, Field(gt=0)] = 0.5
-    norm: Annotated[float, Field(gt=0)] = 1.0
-    feature_sequences: Positive = 16
+    second_tap: Annotated[float, Field(ge=-1e6, le=1e6)] = 0.0
+    scale: Scale = 0.5
+    norm: Scale = 1.0
+    feature_sequences: Size = 16
 
 
-class RuleSection(Section):
-    """Sequences of the recall rule, for a target that has no text; see `dflash_jax.training.rule`.
+class RuleSection(StrictSection):
+    """Sequences of the recall rule, for a target that has no text; see `dflash_jax.training.pretraining.recall_rule`.
 
     Attributes:
       sequences: how many.
@@ -92,12 +89,21 @@ class RuleSection(Section):
       seed: of their beginnings and of the rule's permutation.
     """
 
-    sequences: Positive
+    sequences: Size
     length: Annotated[int, Field(gt=11, le=2**20)] = 96
     seed: Seed = 0
 
+    @model_validator(mode="after")
+    def _check_tokens(self) -> RuleSection:
+        if self.sequences * self.length > _MAX_RULE_TOKENS:
+            raise ValueError(
+                f"{self.sequences} sequences of {self.length} are {self.sequences * self.length:,} tokens; "
+                f"{_MAX_RULE_TOKENS:,} can be made at most"
+            )
+        return self
 
-class DataSection(Section):
+
+class DataSection(StrictSection):
     """Sequences, as `dflash-jax data generate` writes them, or of a rule.
 
     Attributes:
@@ -112,14 +118,14 @@ class DataSection(Section):
 
     path: Directory
     rule: RuleSection | None = None
-    max_length: Annotated[int, Field(gt=0, le=2**20)] = 512
+    max_length: Size = 512
     held_out: Fraction = 0.02
     min_answer: Positive = 2
     features: Directory | None = None
-    features_gb: Annotated[float, Field(gt=0)] = 20.0
+    features_gb: Scale = 20.0
 
 
-class LossSection(Section):
+class LossSection(StrictSection):
     """The loss.
 
     Attributes:
@@ -127,20 +133,20 @@ class LossSection(Section):
       selector_weight: weight of the selector's cross-entropy.
       soft: share of the labels that is the target's whole distribution; the rest is the token it chose.
       unseen: whether tokens that never occur in the data take part in the softmax.
-      frequent: the most frequent tokens, in every step's softmax; null for all.
+      frequent: how many of the most frequent tokens are in every step's softmax; null for all.
       drawn: how many of the other tokens each step draws.
     """
 
-    gamma: Annotated[float, Field(gt=0)] | None = None
-    selector_weight: Annotated[float, Field(ge=0)] = 1.0
+    gamma: Scale | None = None
+    selector_weight: Weight = 1.0
     soft: Fraction = 0.0
     unseen: bool = True
     frequent: Positive | None = None
-    drawn: Annotated[int, Field(ge=0)] = 0
+    drawn: Annotated[int, Field(ge=0, lt=2**31)] = 0
 
 
-class UpdateSection(Section):
-    """How weights move, and on how much data.
+class UpdateSection(StrictSection):
+    """The optimiser, its schedule, and how much data a step has.
 
     Attributes:
       kind: "adamw", or "muon" (arXiv 2502.16982) for matrices with AdamW for everything else.
@@ -157,52 +163,52 @@ class UpdateSection(Section):
 
     kind: Literal["adamw", "muon"] = "adamw"
     steps: Positive
-    sequences: Positive = 4
-    learning_rate: Annotated[float, Field(gt=0)] = 6e-4
+    sequences: Size = 4
+    learning_rate: Scale = 6e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: Fraction = 0.04
     final: Fraction = 0.0
-    clip: Annotated[float, Field(gt=0)] = 1.0
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip: Scale = 1.0
+    weight_decay: Weight = 0.0
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
 
 
 class OptimiserSection(UpdateSection):
-    """How a draft's weights move.
+    """The optimiser of a draft.
 
     Attributes:
       accumulate: parts that a step is computed in.
-      anchors: anchors of a sequence.
+      anchors: per sequence.
     """
 
-    accumulate: Positive = 1
-    anchors: Positive = 128
+    accumulate: Size = 1
+    anchors: Size = 128
 
 
-class TargetShape(Section):
+class TargetShape(StrictSection):
     """The sizes of a fresh Qwen3, in the names of its `config.json`.
 
     Attributes:
       eos_token_id, bos_token_id: tokens that end and begin a text; null for none.
     """
 
-    vocab_size: Positive
-    hidden_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    num_key_value_heads: Positive
-    head_dim: Positive
-    intermediate_size: Positive
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    vocab_size: Size
+    hidden_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Annotated[int, Field(gt=0, le=1024)]
+    num_key_value_heads: Annotated[int, Field(gt=0, le=1024)]
+    head_dim: Annotated[int, Field(gt=0, le=1024)]
+    intermediate_size: Size
+    rope_theta: Scale = 10_000.0
+    rms_norm_eps: Scale = 1e-6
     max_position_embeddings: Positive = 4096
     tie_word_embeddings: bool = False
-    eos_token_id: int | None = None
-    bos_token_id: int | None = None
+    eos_token_id: TokenId | None = None
+    bos_token_id: TokenId | None = None
 
 
-class PretrainSection(Section):
+class PretrainSection(StrictSection):
     """A target trained from scratch, by next-token prediction on the run's own sequences.
 
     Attributes:
@@ -213,10 +219,10 @@ class PretrainSection(Section):
 
     shape: TargetShape
     optimiser: UpdateSection
-    scale: Annotated[float, Field(gt=0)] = 0.5
+    scale: Scale = 0.5
 
 
-class CheckpointSection(Section):
+class CheckpointSection(StrictSection):
     """Checkpoints, under `output`.
 
     Attributes:
@@ -228,7 +234,7 @@ class CheckpointSection(Section):
     keep: Positive = 2
 
 
-class EvalSection(Section):
+class EvalSection(StrictSection):
     """Evaluation on held-out sequences, over the whole vocabulary.
 
     Attributes:
@@ -236,7 +242,7 @@ class EvalSection(Section):
       sequences: held-out sequences it runs over, at most.
       anchors: anchors of each.
       engine_every: steps between evaluations by decoding with the engine; null for none.
-      engine_prompts: held-out prompts that it answers, at most.
+      engine_prompts: held-out prompts to answer, at most.
       engine_tokens: tokens of each answer.
     """
 
@@ -248,7 +254,7 @@ class EvalSection(Section):
     engine_tokens: Positive = 64
 
 
-class TrainConfig(Section):
+class TrainConfig(StrictSection):
     """A training run.
 
     Attributes:

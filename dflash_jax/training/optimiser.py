@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, PyTree
 
 from dflash_jax.kernels.matmul.xla import mixed_matmul, mixed_products
 from dflash_jax.models.matrix import is_matrix
-from dflash_jax.training.config import Dtype, UpdateSection
+from dflash_jax.training.config import UpdateSection
+from dflash_jax.training.values import Dtype
 
 # Of the quintic iteration that pushes singular values towards 1 (Jordan et al. 2024, "Muon").
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -8,7 +8,7 @@ from jaxtyping import PyTree
 from dflash_jax.models.lm_head import target_head
 from dflash_jax.models.matrix import map_matrices
 from dflash_jax.models.weights import TargetParams
-from dflash_jax.training.config import Dtype
+from dflash_jax.training.values import Dtype
 
 
 def in_precision(params: PyTree, dtype: Dtype) -> PyTree:

@@ -12,8 +12,8 @@ from dflash_jax import Engine, EngineConfig
 from dflash_jax.checkpoints.shortlist import read_shortlist, write_shortlist
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models.lm_head import make_shortlist
-from dflash_jax.training.dataset import most_frequent
-from dflash_jax.training.records import TokenSequence, append_shards
+from dflash_jax.training.data.dataset import most_frequent
+from dflash_jax.training.data.records import TokenSequence, append_shards
 from tests.pairs import GOLDEN, PAIRS, SAMPLING, SIZES, models
 
 PROMPT = [60, 1, 2, 33, 4, 5]

@@ -13,8 +13,8 @@ import numpy as np
 from dflash_jax.checkpoints import load_target
 from dflash_jax.models.target import lm_head
 from dflash_jax.training import TokenSequence, TrainConfig, write_shard
-from dflash_jax.training.features import run_sequences
-from dflash_jax.training.rule import BOS, CONTENT, PERIOD, follow_rule
+from dflash_jax.training.data.features import run_sequences
+from dflash_jax.training.pretraining.recall_rule import BOS, CONTENT, PERIOD, follow_rule
 from tests.pairs import GOLDEN
 
 MASK = 63

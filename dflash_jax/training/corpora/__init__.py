@@ -1,0 +1,1 @@
+"""Corpora: conversations that the target writes, and the shards that training reads."""

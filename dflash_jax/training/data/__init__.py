@@ -1,0 +1,1 @@
+"""Training data: sequences on disk, their division, and the target's features of them."""

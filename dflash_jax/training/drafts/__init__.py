@@ -1,0 +1,1 @@
+"""Drafts before and after training: fresh configs and weights, feature scales, means of drafts."""

@@ -1,0 +1,1 @@
+"""A training run: its setup, step, loop, checkpoints, evaluation and metrics."""

@@ -1,0 +1,49 @@
+"""A run's metrics, as JSON lines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.files import replace_file
+
+
+class MetricsLog:
+    """A file of JSON objects, each with `step` and `kind`.
+
+    Lines after the step that a run resumes from belong to steps it will take again, and are dropped.
+
+    Args:
+      file: where to; appended to.
+      step: where the run is.
+    """
+
+    def __init__(self, file: Path, step: int):
+        kept = [line for line in read_metrics(file) if line["step"] <= step] if file.exists() else []
+        content = "".join(json.dumps(line) + "\n" for line in kept)
+        if not file.exists() or file.read_bytes() != content.encode():
+            replace_file(file, content)
+        self._stream = file.open("a")
+
+    def write(self, step: int, kind: str, figures: dict[str, Any]) -> None:
+        """Adds a line."""
+        self._stream.write(json.dumps({"step": step, "kind": kind, **figures}) + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+
+def read_metrics(file: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    """The lines of a metrics file, of one kind if given. Lines that were cut off or are damaged are left out."""
+    lines = []
+    for line in file.read_bytes().splitlines():
+        try:
+            parsed = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(parsed, dict) and isinstance(parsed.get("step"), int) and kind in (None, parsed.get("kind")):
+            lines.append(parsed)
+    return lines
