@@ -27,7 +27,7 @@ _MAX_VALUES = 1 << 23
 _MAX_BYTES = 1 << 28
 
 _Type = gguf.GGUFValueType
-_SCALARS = {
+_SCALARS: dict[gguf.GGUFValueType, np.dtype[Any]] = {
     _Type.UINT8: np.dtype("<u1"),
     _Type.INT8: np.dtype("<i1"),
     _Type.UINT16: np.dtype("<u2"),

