@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from dflash_jax.checkpoints import aliases, orbax_io, safetensors_io
+from dflash_jax.checkpoints import aliases, orbax_io, quantised
 from dflash_jax.checkpoints.gguf_config import ARCHITECTURES
 from dflash_jax.checkpoints.gguf_io import gguf_target_config, gguf_target_tensors, open_gguf
 from dflash_jax.checkpoints.hf_config import DRAFTS, architecture, read_fields
@@ -63,7 +63,7 @@ def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
     if orbax_io.is_checkpoint(source):
         dtypes = _count(orbax_io.stored_dtypes(source))
     else:
-        stored = safetensors_io.open_directory(source)
+        stored = quantised.open_weights(source)
         named = aliases.draft_tensors(stored) if draft else aliases.target_tensors(stored)
         check_tensors(config, table(config), named, source)
         dtypes = _count(tensor.dtype for tensor in stored.values())
@@ -89,7 +89,7 @@ def _describe_gguf(source: Path) -> Description:
         architecture=ARCHITECTURES[metadata["general.architecture"]],
         role="target",
         parameters=sum(leaf.size for leaf in table(config)),
-        bytes_on_disk=source.stat().st_size,
+        bytes_on_disk=sum(file.stat().st_size for file in {source, *(tensor.file for tensor in stored.values())}),
         dtypes=_count(tensor.dtype for tensor in stored.values()),
         config=config,
     )

@@ -128,7 +128,7 @@ def _read_vocabulary(metadata: Mapping[str, Any], file: Path) -> _Vocabulary:
     kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens) or not all(type(kind) is int for kind in kinds):
         raise CheckpointError(
-            f"tokenizer.ggml.token_type in {file} is {quote(kinds)}, but it must be {len(tokens)} integers, one per token"
+            f"tokenizer.ggml.token_type in {file} is {quote(kinds)}, but it must be {len(tokens)} integers"
         )
     roles = {_token_id(metadata, role, len(tokens), file) for role in _ROLES}
     names, mark = _distinct(tokens, roles)
@@ -165,7 +165,7 @@ def _distinct(tokens: Sequence[str], roles: Collection[int | None]) -> tuple[lis
     mark = next((mark for mark in free if not any(mark in token for token in owner)), None)
     if mark is None:
         raise CheckpointError(
-            "the tokenizer has tokens with every noncharacter of Unicode, so that equal ones stay equal"
+            "the tokenizer has equal tokens, and others with every noncharacter of Unicode, which could tell them apart"
         )
     names = [token if owner[token] == index else f"{token}{mark}{index}{mark}" for index, token in enumerate(tokens)]
     return names, mark

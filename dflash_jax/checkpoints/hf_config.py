@@ -146,12 +146,6 @@ def _sizes(fields: Fields, source: str) -> dict[str, Any]:
     activation = fields.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ConfigError(f"hidden_act {activation!r} in {source} is not supported; it must be 'silu'")
-    if fields.get("quantization_config"):
-        method = fields["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(
-            f"{source} describes weights quantised by {method!r}, which is not supported; "
-            "the weights must be float32, float16 or bfloat16, or a GGUF file"
-        )
     vocab, hidden, heads, inner = _integers(
         fields, source, "vocab_size", "hidden_size", "num_attention_heads", "intermediate_size"
     )

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import cast
 
-from dflash_jax.checkpoints import aliases, orbax_io, safetensors_io
+from dflash_jax.checkpoints import aliases, orbax_io, quantised
 from dflash_jax.checkpoints.gguf_io import gguf_target_config, gguf_target_tensors, open_gguf
 from dflash_jax.checkpoints.gguf_tokenizer import read_tokenizer
 from dflash_jax.checkpoints.hf_config import draft_config, read_fields, target_config
@@ -62,7 +62,7 @@ def load_target(
     if orbax_io.is_checkpoint(source):
         params = orbax_io.restore_arrays(source, config, dtype)
     else:
-        tensors = aliases.target_tensors(safetensors_io.open_directory(source))
+        tensors = aliases.target_tensors(quantised.open_weights(source))
         params = assemble(config, tensors, source, dtype)
     return LoadedTarget(config, cast(TargetParams, params), load_tokenizer(source), source)
 
@@ -94,7 +94,7 @@ def load_draft(
     if orbax_io.is_checkpoint(source):
         params = orbax_io.restore_arrays(source, config, dtype)
     else:
-        tensors = aliases.draft_tensors(safetensors_io.open_directory(source))
+        tensors = aliases.draft_tensors(quantised.open_weights(source))
         params = assemble(config, tensors, source, dtype)
     return LoadedDraft(config, cast(DraftParams, params), source)
 

@@ -94,7 +94,7 @@ def restore_arrays(directory: Path, config: Config, dtype: str | None = None) ->
 
 
 def _check_whole(directory: Path) -> None:
-    """Refuses params of which a file is missing, cut or changed. TensorStore reads some changed ones as other numbers."""
+    """Refuses params with a file that is missing, cut or changed; TensorStore reads some of them as other numbers."""
     for name, expected in read_object(directory / _FILES).items():
         file = directory / name
         if ".." in Path(name).parts or not file.is_relative_to(directory / _ARRAYS):

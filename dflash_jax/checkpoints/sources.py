@@ -63,7 +63,7 @@ def _check_file(file: str) -> None:
     parts = PurePosixPath(file).parts
     if not file.endswith(".gguf") or parts[0] == "/" or ".." in parts or "\0" in file:
         raise CheckpointError(
-            f"file is {quote(file)}, but it must be the path of a .gguf file relative to the directory or hub repository"
+            f"file is {quote(file)}, but it must be the path of a .gguf file within the directory or hub repository"
         )
 
 

@@ -83,7 +83,8 @@ def check_tensors(config: Config, leaves: Iterable[Leaf], tensors: Mapping[str, 
     for name, leaf in expected.items():
         if name not in tensors:
             raise CheckpointError(
-                f"tensor {quote(name)} of shape {list(leaf.shape)} is missing from {source}, though its config asks for it"
+                f"tensor {quote(name)} of shape {list(leaf.shape)} "
+                f"is missing from {source}, though its config asks for it"
             )
         found = tensors[name]
         if found.shape != leaf.shape:

@@ -154,7 +154,7 @@ def test_a_gguf_file_of_a_local_directory_is_chosen(tmp_path):
 
 @pytest.mark.parametrize("file", ["../m.gguf", "/etc/m.gguf", "m.bin", "", "a/../../m.gguf", "a\0.gguf"])
 def test_file_must_be_a_gguf_file_inside(tmp_path, file):
-    with pytest.raises(CheckpointError, match=r"must be the path of a .gguf file relative to"):
+    with pytest.raises(CheckpointError, match=r"must be the path of a .gguf file within"):
         resolve(tmp_path, file=file)
 
 
