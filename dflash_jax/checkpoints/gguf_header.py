@@ -96,17 +96,23 @@ def read_header(file: Path) -> Header:
             size = handle.seek(0, 2)
             if size < len(_MAGIC) + 4 + 8 + 8:
                 raise CheckpointError(f"{file} cannot be read as GGUF: it has {size} bytes, fewer than any header")
-            with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Reader(data, file).header()
+            with mmap.mmap(handle.fileno(), min(size, _MAX_BYTES), access=mmap.ACCESS_READ) as data:
+                return _Reader(data, size, file).header()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
 
 
 class _Reader:
-    """Reads a header from its first byte to its last."""
+    """Reads a header from its first byte to its last.
 
-    def __init__(self, data: mmap.mmap, file: Path):
-        self._data, self._size, self._file = data, len(data), file
+    Args:
+      data: the file's beginning.
+      size: of the whole file.
+      file: for messages.
+    """
+
+    def __init__(self, data: mmap.mmap, size: int, file: Path):
+        self._data, self._size, self._file = data, size, file
         self._at = self._values = 0
 
     def header(self) -> Header:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.errors import CheckpointError, quote
+from dflash_jax.errors import CheckpointError, quote, reason
 
 # An index of 100,000 tensors has some 10 MB; a tokenizer, which is not read here, may have more.
 _MAX_BYTES = 1 << 26
@@ -20,7 +20,7 @@ def read_json(file: Path) -> Any:
     """
     try:
         if not file.exists():
-            raise CheckpointError(f"{file} is missing, and a checkpoint directory must have it")
+            raise CheckpointError(f"{file} is missing; there must be such a JSON file")
         # A pipe or a device would be read for ever.
         if not file.is_file():
             raise CheckpointError(f"{file} is not a regular file, as a checkpoint's JSON must be")
@@ -32,7 +32,7 @@ def read_json(file: Path) -> Any:
     except RecursionError:
         raise CheckpointError(f"{file} is not valid JSON: it is nested too deep") from None
     except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON ({error})") from None
+        raise CheckpointError(f"{file} is not valid JSON ({reason(error)})") from None
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors.numpy import save_file
 
 from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.checkpoints.tensors import HostArray, StoredTensor
-from dflash_jax.errors import CheckpointError, quote
+from dflash_jax.errors import CheckpointError, quote, reason
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -62,7 +63,9 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(length))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors ({error}); it may be incomplete") from error
+        raise CheckpointError(
+            f"{file} cannot be read as safetensors ({reason(error)}); it may be incomplete"
+        ) from error
     header.pop("__metadata__", None)
     return {name: _stored(name, entry, file, 8 + length) for name, entry in header.items()}
 
@@ -97,7 +100,8 @@ def _open_sharded(directory: Path) -> dict[str, StoredTensor]:
             )
     shards = {}
     for shard in sorted(set(weight_map.values())):
-        if not (directory / shard).is_file():
+        # Unlike Path.is_file, False for a name that is too long, too.
+        if not os.path.isfile(directory / shard):
             raise CheckpointError(f"{index} names the shard {quote(shard)}, which is missing from {directory}")
         shards[shard] = open_file(directory / shard)
     for name, shard in weight_map.items():

@@ -36,7 +36,8 @@ def read_shortlist(path: str | Path, vocab_size: int, at_least: int) -> tuple[in
     strange = [token for token in tokens if not 0 <= token < vocab_size]
     if strange:
         raise CheckpointError(
-            f"draft.shortlist {path} has token {quote(strange[0])}, outside the target's vocabulary of {vocab_size}"
+            f"draft.shortlist {path} has token {quote(strange[0])}, "
+            f"outside the target's vocabulary of {vocab_size} tokens"
         )
     if len(set(tokens)) < at_least:
         raise CheckpointError(

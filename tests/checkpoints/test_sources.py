@@ -4,7 +4,7 @@ import shutil
 import huggingface_hub
 import pytest
 
-from dflash_jax.checkpoints import load_target, resolve
+from dflash_jax.checkpoints import load_target, resolve, wheels
 from dflash_jax.engine.config import EngineSetup
 from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -54,10 +54,15 @@ def test_other_files_are_refused(tmp_path):
         resolve(tmp_path / "model.bin")
 
 
-@pytest.mark.parametrize("path", ["a\0b", "a\0b/c", "wheel:a==1:x\0.gguf"])
-def test_paths_with_nul_characters_are_one_sentence(path):
-    with pytest.raises(CheckpointError):
+@pytest.mark.parametrize(
+    "path", ["a\0b", "a\0b/c", "wheel:a==1:x\0.gguf", "x" * 10_000, "x/" * 10_000, "wheel:a==1:" + "x" * 10_000]
+)
+def test_paths_that_no_file_can_have_are_one_short_sentence(path, monkeypatch, tmp_path):
+    monkeypatch.setenv("DFLASH_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(wheels, "_download", lambda *_: pytest.fail("asked the index"))
+    with pytest.raises(CheckpointError) as raised:
         resolve(path)
+    assert len(str(raised.value)) < 500
 
 
 COMMITS = {"main": "a" * 40, "v2": "b" * 40}
