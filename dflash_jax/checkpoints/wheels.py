@@ -141,6 +141,11 @@ def _check_entry(entry: zipfile.ZipInfo, spec: str, directory: Path) -> None:
         raise CheckpointError(f"{quote(entry.filename)} in {spec} is a directory, link or device, but must be a file")
     if entry.flag_bits & 0x1:
         raise CheckpointError(f"{quote(entry.filename)} in {spec} is encrypted; it must not be")
+    # LZMA takes as much memory as the file asks for.
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise CheckpointError(
+            f"{quote(entry.filename)} in {spec} has compression {entry.compress_type}; it must be stored or deflated"
+        )
     if entry.file_size > max(_ALWAYS_FITS, _MAX_GROWTH * entry.compress_size):
         raise CheckpointError(
             f"{quote(entry.filename)} in {spec} would grow from {entry.compress_size} to {entry.file_size} bytes; "

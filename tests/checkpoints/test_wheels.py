@@ -115,6 +115,14 @@ def unknown_compression(data):
     entries(data, CENTRAL, 10, 77)
 
 
+def lzma_of_gigabytes(data):
+    """What unpacks it first makes a dictionary of the size that the file names."""
+    entries(data, LOCAL, 8, 14)
+    entries(data, CENTRAL, 10, 14)
+    at = data.index(b"weights")
+    data[at : at + 9] = b"\x09\x04\x05\x00\x5d" + (0xFFFFFFFF).to_bytes(4, "little")
+
+
 def other_name_inside(data):
     at = data.index(LOCAL) + 30
     data[at : at + 8] = b"n/a.gguf"
@@ -125,7 +133,8 @@ def other_name_inside(data):
     [
         (flip_weights, "Bad CRC-32"),
         (encrypt, "encrypted"),
-        (unknown_compression, "compression"),
+        (unknown_compression, "has compression 77; it must be stored or deflated"),
+        (lzma_of_gigabytes, "has compression 14"),
         (other_name_inside, "cannot be unpacked"),
     ],
 )
