@@ -8,8 +8,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.checkpoints.table import Leaf, build_params, table
+from dflash_jax.checkpoints.table import build_params, table
 from dflash_jax.engine.state import EngineState, Models, init_state
+from dflash_jax.families import Leaf
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig, RopeConfig, SelectorConfig, TargetConfig
 
 DRAFTS = 7

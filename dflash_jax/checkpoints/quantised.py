@@ -14,8 +14,8 @@ from dflash_jax.checkpoints.quant_packed import awq, gptq
 from dflash_jax.checkpoints.quant_scaled import compressed, fp8
 from dflash_jax.checkpoints.quant_settings import Settings, Tensors
 from dflash_jax.checkpoints.safetensors_io import open_directory
-from dflash_jax.checkpoints.tensors import StoredTensor
 from dflash_jax.errors import CheckpointError, quote
+from dflash_jax.families.leaf import StoredTensor
 
 _METHODS: dict[str, Callable[[Tensors, Settings], dict[str, StoredTensor]]] = {
     "fp8": fp8,

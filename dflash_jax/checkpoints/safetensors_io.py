@@ -14,11 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dflash_jax.checkpoints.json_file import read_object
-from dflash_jax.checkpoints.tensors import HostArray, StoredTensor
 from dflash_jax.errors import CheckpointError, quote, reason
+from dflash_jax.families.leaf import HostArray, StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+
+# Each of some 100,000 tensors with its file takes 100 bytes.
+_LONGEST_INDEX = 1 << 26
 
 _DTYPES = {
     "F64": np.float64,
@@ -86,7 +89,7 @@ def _stored(name: str, entry: dict, file: Path, first: int) -> StoredTensor:
 
 def _open_sharded(directory: Path) -> dict[str, StoredTensor]:
     index = directory / INDEX
-    weight_map = read_object(index).get("weight_map")
+    weight_map = read_object(index, longest=_LONGEST_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(
             f"{index} is not a safetensors index: it must have a 'weight_map' from tensors to files, "

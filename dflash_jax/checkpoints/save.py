@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dflash_jax.checkpoints.hf_config_write import config_fields
+from dflash_jax.checkpoints.hf_config import config_fields
 from dflash_jax.checkpoints.safetensors_io import write_directory
 from dflash_jax.checkpoints.staging import new_directory
 from dflash_jax.checkpoints.table import Config, Params

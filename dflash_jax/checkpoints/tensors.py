@@ -6,7 +6,6 @@ this module knows nothing of files.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,42 +13,16 @@ from pathlib import Path
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float
 
-from dflash_jax.checkpoints.table import Config, Leaf, Params, build_params, param_at, table
+from dflash_jax.checkpoints.table import Config, Params, build_params, param_at, table
 from dflash_jax.errors import CheckpointError, ConfigError, quote
+from dflash_jax.families.leaf import HostArray, Leaf, StoredTensor
 from dflash_jax.models.config import TargetConfig
-
-# One tensor, or a part of one, on the host.
-HostArray = Float[np.ndarray, "..."]
 
 _NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 # Older checkpoints store what the config determines.
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a checkpoint.
-
-    Attributes:
-      name: its name in the file.
-      file: the file it is in.
-      shape: its shape.
-      dtype: its dtype or quantisation, as the format spells it.
-      load: reads the part that the slices select, all of it if there are none.
-    """
-
-    name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    load: Callable[[tuple[slice, ...]], HostArray]
-
-    def read(self, *slices: slice) -> HostArray:
-        """The tensor, or the part that slices of its leading axes select."""
-        return self.load(slices)
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -79,8 +52,10 @@ def assemble(config: Config, tensors: Mapping[str, StoredTensor], source: Path, 
 
 def check_tensors(config: Config, leaves: Iterable[Leaf], tensors: Mapping[str, StoredTensor], source: Path) -> None:
     """Raises CheckpointError unless the tensors are exactly those of the table, with its shapes."""
-    expected = {name: leaf for leaf in leaves for name in leaf.names}
-    for name, leaf in expected.items():
+    # Filled as tensors are found, so that a config which asks for millions costs no more than the file has.
+    expected: set[str] = set()
+    for leaf, name in ((leaf, name) for leaf in leaves for name in leaf.names):  # noqa: B020
+        expected.add(name)
         if name not in tensors:
             raise CheckpointError(
                 f"tensor {quote(name)} of shape {list(leaf.shape)} "

@@ -44,6 +44,11 @@ class Tokenizer:
         return len(self._backend)
 
     @property
+    def eos_token_id(self) -> int | None:
+        """The token that the tokenizer's files name as the end of a text, if they do."""
+        return self._backend.eos_token_id
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat` can be used."""
         return self._backend.chat_template is not None

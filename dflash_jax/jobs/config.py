@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from dflash_jax.engine.config import EngineSetup
+from dflash_jax.engine.config import EngineSetup, scaling_fields
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.settings import Section, parse, read_settings
@@ -74,10 +74,12 @@ class JobConfig(EngineSetup):
         """The settings that shape the answers; rows made under different ones do not belong in one file."""
         return {
             **{f"target.{name}": getattr(self.target, name) for name in ("path", "revision", "file")},
+            "target.rope_scaling": scaling_fields(self.target.rope_scaling),
             **{
                 f"draft.{name}": getattr(self.draft, name, None)
                 for name in ("path", "revision", "file", "k", "mask_token_id", "max_context", "shortlist")
             },
+            "draft.rope_scaling": scaling_fields(self.draft.rope_scaling) if self.draft else None,
             "engine.max_model_len": self.engine.max_model_len,
             "engine.dtype": self.engine.dtype,
             **{f"sampling.{name}": _plain(value) for name, value in vars(self.defaults).items()},

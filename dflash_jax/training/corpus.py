@@ -92,9 +92,7 @@ def writing_engine(config: CorpusConfig) -> Engine:
     Raises:
       ConfigError, CheckpointError: the target cannot be loaded.
     """
-    target = load_target(
-        config.target.path, config.engine.dtype, revision=config.target.revision, file=config.target.file
-    )
+    target = load_target(**config.target.arguments(), dtype=config.engine.dtype)
     models = Models(rounded(target.params, config.dtype), target.config)
     return Engine(models, config.engine, tokenizer=target.tokenizer)
 

@@ -8,6 +8,7 @@ import pytest
 from dflash_jax.checkpoints import describe, load_draft, load_target
 from dflash_jax.checkpoints.table import param_at, table
 from dflash_jax.errors import CheckpointError
+from dflash_jax.families import FAMILIES
 from dflash_jax.models.config import LayerConfig, MoeConfig, RopeConfig, TargetConfig
 from dflash_jax.models.layers import inverse_wavelengths
 
@@ -68,7 +69,7 @@ def interleave(array, heads):
 
 
 def write_gguf(file, config, params, kind=Kind.F32, extra=(), metadata=(), skip=()):
-    arch = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}[config.family]
+    arch = FAMILIES[config.family].gguf.architecture
     writer = gguf.GGUFWriter(file, arch)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_position)
@@ -79,7 +80,7 @@ def write_gguf(file, config, params, kind=Kind.F32, extra=(), metadata=(), skip=
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope.theta)
-    if moe := config.layers[0].moe:
+    if moe := next((layer.moe for layer in config.layers if layer.moe), None):
         writer.add_expert_count(moe.num_experts)
         writer.add_expert_used_count(moe.experts_per_token)
         writer.add_expert_feed_forward_length(moe.intermediate_size)

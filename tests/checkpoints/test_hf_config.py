@@ -4,10 +4,9 @@ import json
 import numpy as np
 import pytest
 
-from dflash_jax.checkpoints.hf_config import draft_config, target_config
-from dflash_jax.checkpoints.hf_config_write import config_fields
-from dflash_jax.checkpoints.rope import read_rope, write_rope
+from dflash_jax.checkpoints.hf_config import config_fields, draft_config, target_config
 from dflash_jax.errors import ConfigError
+from dflash_jax.families.rope import read_rope, write_rope
 from dflash_jax.models.config import ConvConfig, LayerConfig, MoeConfig, SelectorConfig
 from dflash_jax.models.layers import inverse_wavelengths
 

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_jax.checkpoints import describe, load_draft, load_target, save_draft, save_target
 from dflash_jax.checkpoints.table import param_at, table
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, DflashError
 
 RNG = np.random.default_rng(7)
 
@@ -324,10 +324,10 @@ def test_gptq_is_read(models, tmp_path, settings, change):
 def test_other_quantisations_are_refused_in_one_sentence(models, tmp_path, settings, message):
     directory = saved(models, tmp_path / "m")
     quantise(directory, settings, lambda base, weight: ({f"{base}.weight": weight}, weight))
-    with pytest.raises(CheckpointError, match=message) as raised:
+    with pytest.raises(DflashError, match=message) as raised:
         load_target(directory)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 600
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(DflashError, match=message):
         describe(directory)
 
 
