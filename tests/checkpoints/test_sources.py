@@ -2,6 +2,7 @@ import os
 import shutil
 
 import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 from dflash_jax.checkpoints import load_target, resolve, wheels
