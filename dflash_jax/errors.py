@@ -58,3 +58,9 @@ def quote(value: Any, limit: int = 120) -> str:
     """
     text = _Short().repr(value).replace("\n", " ")
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def reason(error: BaseException, limit: int = 200) -> str:
+    """What a library's exception says, on one line and cut where it is long."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= limit else lines[0][: limit - 3] + "..."

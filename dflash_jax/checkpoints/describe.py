@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from dflash_jax.checkpoints import orbax_io, safetensors_io
+from dflash_jax.checkpoints import orbax_io, quantised
 from dflash_jax.checkpoints.gguf_config import check_metadata, gguf_target_config, gguf_target_tensors
 from dflash_jax.checkpoints.gguf_io import open_gguf
 from dflash_jax.checkpoints.hf_config import architecture, is_draft
@@ -66,7 +66,7 @@ def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
     if orbax_io.is_checkpoint(source):
         dtypes = _count(orbax_io.stored_dtypes(source))
     else:
-        stored = safetensors_io.open_directory(source)
+        stored = quantised.open_weights(source)
         check_tensors(config, table(config), named_tensors(config, stored), source)
         dtypes = _count(tensor.dtype for tensor in stored.values())
     return Description(
@@ -92,7 +92,7 @@ def _describe_gguf(source: Path) -> Description:
         architecture=FAMILIES[config.family].architectures[0],
         role="target",
         parameters=sum(leaf.size for leaf in table(config)),
-        bytes_on_disk=source.stat().st_size,
+        bytes_on_disk=sum(file.stat().st_size for file in {source, *(tensor.file for tensor in stored.values())}),
         dtypes=_count(tensor.dtype for tensor in stored.values()),
         config=config,
     )

@@ -6,39 +6,46 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 
-from dflash_jax.errors import CheckpointError
+from dflash_jax.checkpoints.gguf_header import TensorEntry
+from dflash_jax.checkpoints.gguf_parts import read_parts
+from dflash_jax.errors import CheckpointError, quote
 from dflash_jax.families.leaf import HostArray, StoredTensor
 
 SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
 
 
 def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """A file's metadata by key, and its tensors by GGUF name, dequantised when read.
+    """A model's metadata by key, and its tensors by GGUF name, dequantised when read.
+
+    Args:
+      file: the only file, or any part of a model that is split into several.
 
     Raises:
-      CheckpointError: not a GGUF file, or a broken one.
+      CheckpointError: not a GGUF file, a damaged one, or parts that do not make a whole.
     """
-    try:
-        reader = gguf.GGUFReader(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no file {file}") from None
-    except Exception as error:  # the reader raises whatever parsing garbage leads to
-        raise CheckpointError(f"{file} cannot be read as GGUF ({error}); it may be incomplete") from error
-    metadata = {name: field.contents() for name, field in reader.fields.items()}
-    return metadata, {tensor.name: _stored(tensor, file) for tensor in reader.tensors}
+    headers = read_parts(file)
+    tensors = {
+        entry.name: _stored(entry, part, np.memmap(part, mode="r"))
+        for part, header in headers.items()
+        for entry in header.tensors
+    }
+    return next(iter(headers.values())).metadata, tensors
 
 
-def _stored(tensor: gguf.ReaderTensor, file: Path) -> StoredTensor:
-    kind = tensor.tensor_type.name
+def _stored(entry: TensorEntry, file: Path, data: np.memmap) -> StoredTensor:
+    kind = entry.kind.name
 
     def load(slices: tuple[slice, ...]) -> HostArray:
         if kind not in SUPPORTED:
             raise CheckpointError(
-                f"tensor {tensor.name!r} in {file} is quantised as {kind}, but it must be one of {', '.join(SUPPORTED)}"
+                f"tensor {quote(entry.name)} in {file} is quantised as {kind}, "
+                f"but it must be one of {', '.join(SUPPORTED)}"
             )
         # Quantisation runs along the last axis, so leading ones can be cut before it is undone.
-        return gguf.quants.dequantize(tensor.data[slices], tensor.tensor_type)
+        part = np.asarray(data[entry.start : entry.end]).reshape(entry.stored_shape)[slices]
+        with np.errstate(all="ignore"):  # a scale that is not finite is told as a weight that is not
+            return gguf.quants.dequantize(part, entry.kind)
 
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    return StoredTensor(tensor.name, file, shape, kind, load)
+    return StoredTensor(entry.name, file, entry.shape, kind, load)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,15 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from dflash_jax.checkpoints.tokenizer import Tokenizer, import_transformers
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, quote, reason
 
 # gguf.TokenType
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+# Whose tokens texts and templates mean when they write one that several ids have.
+_ROLES = ("bos", "eos", "eot", "eom", "padding", "unknown")
+_MERGES = "tokenizer.ggml.merges"
+# 256,000 pieces of 60 characters; a real vocabulary's are a tenth as long.
+_MAX_PIECES = 1 << 30
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -49,82 +56,177 @@ _PRE_TOKENIZERS = {
 _BEGINS_WITH_BOS = ("llama-bpe", "llama-v3", "llama3")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Vocabulary:
+    """What a GGUF file says of its vocabulary, checked.
+
+    Attributes:
+      names: the string of each id; made distinct where several ids have the same.
+      kinds: the gguf.TokenType of each id.
+      mark: what made strings distinct, to be taken out again in decoding; None where all were.
+      metadata: the file's metadata, by key.
+      file: for messages.
+    """
+
+    names: list[str]
+    kinds: list[int]
+    mark: str | None
+    metadata: Mapping[str, Any]
+    file: Path
+
+    def token_id(self, role: str, default: int | None = None) -> int | None:
+        """The id that the metadata has for a role, such as "bos". Raises CheckpointError for one out of range."""
+        return _token_id(self.metadata, role, len(self.names), self.file, default)
+
+    @property
+    def plain(self) -> dict[str, int]:
+        """Ids by string, of those strings that a text may become."""
+        return {name: index for index, name in enumerate(self.names) if self.mark is None or self.mark not in name}
+
+
 def read_tokenizer(metadata: Mapping[str, Any], file: Path) -> Tokenizer | None:
     """The tokenizer that a GGUF file's metadata describes, None if it describes none.
+
+    Several ids may have the same string. Each decodes to it; a text becomes the one that has a role (BOS, EOS and so
+    on), else the last, as in llama.cpp.
 
     Args:
       metadata: the file's metadata, by key.
       file: for messages.
 
     Raises:
-      CheckpointError: a kind of tokenizer that this package cannot build.
+      CheckpointError: a kind of tokenizer that this package cannot build, or metadata that are not a tokenizer's.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or "tokenizer.ggml.tokens" not in metadata:
         return None
-    if kind == "gpt2":
-        backend = _byte_level(metadata, file)
-    elif kind == "llama":
-        backend = _sentencepiece(metadata, file)
-    else:
+    if kind not in ("gpt2", "llama"):
         raise CheckpointError(
-            f"{file} has a tokenizer of kind {kind!r}, but only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece "
-            "BPE) can be read from GGUF; use the model's Hugging Face directory instead"
+            f"{file} has a tokenizer of kind {quote(kind)}, but only 'gpt2' (byte-level BPE) and 'llama' "
+            "(SentencePiece BPE) can be read from GGUF; use the model's Hugging Face directory instead"
         )
-    tokens = metadata["tokenizer.ggml.tokens"]
-    named = {
-        f"{role}_token": tokens[metadata[key]]
-        for role, key in (
-            ("bos", "tokenizer.ggml.bos_token_id"),
-            ("eos", "tokenizer.ggml.eos_token_id"),
-            ("pad", "tokenizer.ggml.padding_token_id"),
+    vocabulary = _read_vocabulary(metadata, file)
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise CheckpointError(f"tokenizer.chat_template in {file} is {quote(template)}, but it must be a text")
+    roles = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    found = {f"{name}_token": vocabulary.token_id(role) for name, role in roles.items()}
+    named = {name: vocabulary.names[index] for name, index in found.items() if index is not None}
+    try:
+        backend = (_byte_level if kind == "gpt2" else _sentencepiece)(vocabulary)
+        return Tokenizer(
+            import_transformers().PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **named)
         )
-        if key in metadata
-    }
-    return Tokenizer(
-        import_transformers().PreTrainedTokenizerFast(
-            tokenizer_object=backend, chat_template=metadata.get("tokenizer.chat_template"), **named
-        )
-    )
+    except CheckpointError:
+        raise
+    except Exception as error:  # tokenizers raises Exception itself, such as for a merge of unknown tokens
+        raise CheckpointError(f"the tokenizer in {file} cannot be built ({reason(error)})") from error
 
 
-def _byte_level(metadata: Mapping[str, Any], file: Path) -> Backend:
+def _read_vocabulary(metadata: Mapping[str, Any], file: Path) -> _Vocabulary:
+    tokens = _strings(metadata, "tokenizer.ggml.tokens", file)
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if not isinstance(kinds, list) or len(kinds) != len(tokens) or not all(type(kind) is int for kind in kinds):
+        raise CheckpointError(
+            f"tokenizer.ggml.token_type in {file} is {quote(kinds)}, but it must be {len(tokens)} integers"
+        )
+    roles = {_token_id(metadata, role, len(tokens), file) for role in _ROLES}
+    names, mark = _distinct(tokens, roles)
+    return _Vocabulary(names, kinds, mark, metadata, file)
+
+
+def _strings(metadata: Mapping[str, Any], key: str, file: Path) -> list[str]:
+    values = metadata[key]
+    if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
+        raise CheckpointError(f"{key} in {file} is {quote(values)}, but it must be an array of texts")
+    return values
+
+
+def _token_id(
+    metadata: Mapping[str, Any], role: str, vocab_size: int, file: Path, default: int | None = None
+) -> int | None:
+    key = f"tokenizer.ggml.{role}_token_id"
+    found = metadata.get(key, default)
+    if found is not None and (type(found) is not int or not 0 <= found < vocab_size):
+        raise CheckpointError(f"{key} in {file} is {quote(found)}, but it must be one of the {vocab_size} tokens")
+    return found
+
+
+def _distinct(tokens: Sequence[str], roles: Collection[int | None]) -> tuple[list[str], str | None]:
+    """A string for each id that no other id has, and the mark that made the difference, if one was needed."""
+    owner: dict[str, int] = {}
+    for index, token in enumerate(tokens):
+        if token not in owner or owner[token] not in roles or index in roles:
+            owner[token] = index
+    if len(owner) == len(tokens):
+        return list(tokens), None
+    # A noncharacter of Unicode, which no text has any business with.
+    free = (chr(code) for code in range(0xFDD0, 0xFDF0))
+    mark = next((mark for mark in free if not any(mark in token for token in owner)), None)
+    if mark is None:
+        raise CheckpointError(
+            "the tokenizer has equal tokens, and others with every noncharacter of Unicode, which could tell them apart"
+        )
+    names = [token if owner[token] == index else f"{token}{mark}{index}{mark}" for index, token in enumerate(tokens)]
+    return names, mark
+
+
+def _decoder(mark: str | None, parts: Sequence[decoders.Decoder]) -> decoders.Decoder:
+    """The parts in sequence, after what made equal tokens distinct is taken out."""
+    if mark is not None:
+        parts = [decoders.Replace(Regex(f"{mark}[0-9]+{mark}"), ""), *parts]
+    return parts[0] if len(parts) == 1 else decoders.Sequence(list(parts))
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Backend:
+    metadata, file = vocabulary.metadata, vocabulary.file
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in _PRE_TOKENIZERS:
         raise CheckpointError(
-            f"{file} has tokenizer.ggml.pre {pre!r}, but it must be one of {', '.join(_PRE_TOKENIZERS)}; "
+            f"{file} has tokenizer.ggml.pre {quote(pre)}, but it must be one of {', '.join(_PRE_TOKENIZERS)}; "
             "use the model's Hugging Face directory instead"
         )
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
-    vocab = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    for merge in _strings(metadata, _MERGES, file) if metadata.get(_MERGES) else []:
+        left, space, right = merge.partition(" ")
+        if not space:
+            raise CheckpointError(
+                f"{_MERGES} in {file} has {quote(merge)}, but it must be two tokens with a space between"
+            )
+        merges.append((left, right))
+    vocab = {name: index for index, name in enumerate(vocabulary.names)}
     backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _BEGINS_WITH_BOS))
     if "qwen" in pre:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(_PRE_TOKENIZERS[pre]())
-    backend.decoder = decoders.ByteLevel()
-    return _finish(backend, metadata, begins_with_bos=pre in _BEGINS_WITH_BOS)
+    backend.decoder = _decoder(vocabulary.mark, [decoders.ByteLevel()])
+    return _finish(backend, vocabulary, begins_with_bos=pre in _BEGINS_WITH_BOS)
 
 
-def _sentencepiece(metadata: Mapping[str, Any], file: Path) -> Backend:
+def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
     """SentencePiece BPE with byte fallback: spaces are part of the pieces, scores say which merge comes first."""
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    names, metadata = vocabulary.names, vocabulary.metadata
     scores = metadata.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
+    if not isinstance(scores, list) or len(scores) != len(names):
         raise CheckpointError(
-            f"{file} has a 'llama' tokenizer with {0 if scores is None else len(scores)} scores for {len(tokens)} "
-            "tokens; each token needs one (tokenizer.ggml.scores)"
+            f"{vocabulary.file} has a 'llama' tokenizer with {len(scores) if isinstance(scores, list) else 0} scores "
+            f"for {len(names)} tokens; each token needs one (tokenizer.ggml.scores)"
         )
-    vocab = {token: index for index, token in enumerate(tokens)}
-    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
-    merges = _merges(vocab, scores)
+    if not all(type(score) in (int, float) and math.isfinite(score) for score in scores):
+        raise CheckpointError(f"tokenizer.ggml.scores in {vocabulary.file} must be finite numbers")
+    # Finding the two halves of every piece takes the square of its length.
+    if sum(len(name) ** 2 for name in names) > _MAX_PIECES:
+        raise CheckpointError(f"the tokens in {vocabulary.file} are too long for SentencePiece's; it must be damaged")
+    unknown = names[vocabulary.token_id("unknown", 0) or 0]
+    merges = _merges(vocabulary.plain, scores)
+    vocab = {name: index for index, name in enumerate(names)}
     backend = Backend(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", _SPACE)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
     parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefixed else parts)
-    return _finish(backend, metadata, begins_with_bos=True)
+    backend.decoder = _decoder(vocabulary.mark, [*parts, decoders.Strip(" ", 1, 0)] if prefixed else parts)
+    return _finish(backend, vocabulary, begins_with_bos=True)
 
 
 def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -137,18 +239,17 @@ def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str
     return [(left, right) for *_, left, right in sorted(found)]
 
 
-def _finish(backend: Backend, metadata: Mapping[str, Any], *, begins_with_bos: bool) -> Backend:
+def _finish(backend: Backend, vocabulary: _Vocabulary, *, begins_with_bos: bool) -> Backend:
     """Adds the special tokens, and the BOS before a text where the model wants one."""
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    for token, kind in zip(tokens, types, strict=True):
+    for name, kind in zip(vocabulary.names, vocabulary.kinds, strict=True):
         if kind in (_CONTROL, _UNUSED):
-            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+            backend.add_special_tokens([AddedToken(name, special=True, normalized=False)])
         elif kind == _USER_DEFINED:
-            backend.add_tokens([AddedToken(token, special=False, normalized=False)])
-    bos = metadata.get("tokenizer.ggml.bos_token_id")
-    if bos is not None and metadata.get("tokenizer.ggml.add_bos_token", begins_with_bos):
+            backend.add_tokens([AddedToken(name, special=False, normalized=False)])
+    bos = vocabulary.token_id("bos")
+    if bos is not None and vocabulary.metadata.get("tokenizer.ggml.add_bos_token", begins_with_bos):
+        # The token itself may have characters that mean something in a template.
         backend.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", special_tokens=[(tokens[bos], bos)]
+            single="BOS $A", special_tokens=[{"id": "BOS", "ids": [bos], "tokens": [vocabulary.names[bos]]}]
         )
     return backend

@@ -13,18 +13,26 @@ _LONGEST = 16 * 2**20
 
 
 def read_object(file: Path, *, longest: int = _LONGEST) -> dict[str, Any]:
-    """A JSON file's object.
+    """A JSON file's object; arguments and errors as of `read_json`, and CheckpointError if it holds anything else."""
+    fields = read_json(file, longest=longest)
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{file} holds {quote(fields, 40)}, but it must hold a JSON object")
+    return fields
+
+
+def read_json(file: Path, *, longest: int = _LONGEST) -> Any:
+    """What a JSON file holds.
 
     Args:
       file: the file.
       longest: bytes it may have.
 
     Raises:
-      CheckpointError: there is no such file, it is larger, or it does not hold an object.
+      CheckpointError: there is no such file, it is larger, or it is not JSON.
     """
     try:
         if not file.exists():
-            raise CheckpointError(f"{file} is missing, and a checkpoint directory must have it")
+            raise CheckpointError(f"{file} is missing; there must be such a JSON file")
         # A pipe or a device might never end.
         if not file.is_file():
             raise CheckpointError(f"{file} is not a regular file, but it must be a JSON file")
@@ -34,16 +42,13 @@ def read_object(file: Path, *, longest: int = _LONGEST) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
     try:
-        fields = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unambiguous)
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unambiguous)
     except RecursionError:
         raise CheckpointError(f"{file} is not valid JSON (its values are nested too deeply)") from None
     except ValueError as error:
         # Python's own reason, for an integer of thousands of digits, goes on with advice for programmers.
         reason = str(error).partition(";")[0]
         raise CheckpointError(f"{file} is not valid JSON ({reason})") from None
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{file} holds {quote(fields, 40)}, but it must hold a JSON object")
-    return fields
 
 
 def _unambiguous(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

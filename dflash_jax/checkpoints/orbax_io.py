@@ -6,17 +6,21 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
+from dflash_jax.checkpoints.digests import digest, is_whole
 from dflash_jax.checkpoints.hf_config import config_fields, draft_config, is_draft, target_config
 from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.checkpoints.staging import new_directory
 from dflash_jax.checkpoints.table import Config, Params, build_params, param_at, table
 from dflash_jax.checkpoints.tensors import numpy_dtype
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, ConfigError, quote, reason
 
 _ARRAYS = "params"
 _DTYPES = "params_dtypes.json"
+_FILES = "params_files.json"
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -44,6 +48,8 @@ def save_params(directory: str | Path, config: Config, params: Params) -> Path:
         (scratch / "config.json").write_text(json.dumps(config_fields(config), indent=2) + "\n")
         dtypes = {path: str(array.dtype) for path, array in arrays.items()}
         (scratch / _DTYPES).write_text(json.dumps(dtypes, indent=2) + "\n")
+        files = {str(file.relative_to(scratch)): digest(file) for file in _files(scratch / _ARRAYS)}
+        (scratch / _FILES).write_text(json.dumps(files, indent=2) + "\n")
     return Path(directory)
 
 
@@ -65,21 +71,50 @@ def restore_params(directory: str | Path) -> tuple[Config, Params]:
 
 def stored_dtypes(directory: Path) -> list[str]:
     """The dtype of each array of a checkpoint of `save_params`."""
-    return list(read_object(directory / _DTYPES).values())
+    return [quote(dtype).strip("'") for dtype in read_object(directory / _DTYPES).values()]
 
 
 def restore_arrays(directory: Path, config: Config, dtype: str | None = None) -> Params:
     """The params of a checkpoint whose config is known, in its own dtypes or cast to one."""
-    dtypes = read_object(directory / _DTYPES)
+    _check_whole(directory)
+    wanted = {leaf.path: jax.ShapeDtypeStruct(leaf.param_shape, _dtype(directory, leaf.path)) for leaf in table(config)}
     try:
-        wanted = {
-            leaf.path: jax.ShapeDtypeStruct(leaf.param_shape, numpy_dtype(dtypes[leaf.path])) for leaf in table(config)
-        }
         with ocp.StandardCheckpointer() as checkpointer:
             arrays = checkpointer.restore((directory / _ARRAYS).absolute(), wanted)
     except Exception as error:  # Orbax raises many classes, none of its own
-        raise CheckpointError(f"the params in {directory} cannot be restored ({error})") from error
+        raise CheckpointError(f"the params in {directory} cannot be restored ({reason(error)})") from error
+    for path, array in arrays.items():
+        if not jnp.isfinite(array).all():
+            raise CheckpointError(f"the params' {path} in {directory} has values that are not finite; none may be")
     if dtype is not None:
         cast = numpy_dtype(dtype)
         arrays = {path: array.astype(cast) for path, array in arrays.items()}
     return build_params(config, arrays)
+
+
+def _check_whole(directory: Path) -> None:
+    """Refuses params with a file that is missing, cut or changed; TensorStore reads some of them as other numbers."""
+    for name, expected in read_object(directory / _FILES).items():
+        file = directory / name
+        if ".." in Path(name).parts or not file.is_relative_to(directory / _ARRAYS):
+            raise CheckpointError(
+                f"{directory / _FILES} names {quote(name)}, which is no file of {directory / _ARRAYS}"
+            )
+        if not is_whole(file, expected):
+            raise CheckpointError(
+                f"{file} is missing, cut or changed: it has not the digest that {_FILES} noted when it was saved"
+            )
+
+
+def _dtype(directory: Path, path: str) -> np.dtype:
+    dtypes = read_object(directory / _DTYPES)
+    if path not in dtypes:
+        raise CheckpointError(f"{path} is missing from {directory / _DTYPES}, though its config asks for it")
+    try:
+        return numpy_dtype(dtypes[path])
+    except ConfigError as error:
+        raise CheckpointError(f"{path} in {directory / _DTYPES}: {error}") from None
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(file for file in directory.rglob("*") if file.is_file())

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from dflash_jax.errors import CheckpointError
+from dflash_jax.checkpoints.json_file import read_object
+from dflash_jax.errors import CheckpointError, quote, reason
 from dflash_jax.families.leaf import HostArray, StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# What the weights of a model we can run come as; anything else is a quantisation this package lacks.
-_FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")
+# Each of some 100,000 tensors with its file takes 100 bytes.
+_LONGEST_INDEX = 1 << 26
+
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
 
 
 def open_directory(directory: Path) -> dict[str, StoredTensor]:
@@ -37,40 +61,62 @@ def open_directory(directory: Path) -> dict[str, StoredTensor]:
 def open_file(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one safetensors file."""
     try:
-        handle = safe_open(file, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors ({error}); it may be incomplete") from error
-    tensors = {}
-    for name in handle.keys():  # noqa: SIM118 (the handle is no mapping)
-        view = handle.get_slice(name)
+        # The library holds every size in the header against the file; it cannot read 8-bit floats into numpy.
+        with safe_open(file, framework="numpy"), file.open("rb") as handle:
+            (length,) = struct.unpack("<Q", handle.read(8))
+            header = json.loads(handle.read(length))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read as safetensors ({reason(error)}); it may be incomplete"
+        ) from error
+    header.pop("__metadata__", None)
+    return {name: _stored(name, entry, file, 8 + length) for name, entry in header.items()}
 
-        def load(slices: tuple[slice, ...], name=name, view=view) -> HostArray:
-            if view.get_dtype() not in _FLOAT_DTYPES:
-                raise CheckpointError(
-                    f"tensor {name!r} in {file} is of dtype {view.get_dtype()}, "
-                    f"but weights must be one of {', '.join(_FLOAT_DTYPES)}"
-                )
-            return view[slices] if slices else handle.get_tensor(name)
 
-        tensors[name] = StoredTensor(name, file, tuple(view.get_shape()), view.get_dtype(), load)
-    return tensors
+def _stored(name: str, entry: dict, file: Path, first: int) -> StoredTensor:
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+
+    def load(slices: tuple[slice, ...]) -> HostArray:
+        if dtype not in _DTYPES:
+            raise CheckpointError(f"tensor {quote(name)} in {file} is of dtype {dtype}, which cannot be read")
+        if start == end:
+            return np.empty(shape, _DTYPES[dtype])[slices]
+        data = np.memmap(file, mode="r", offset=first + start, shape=(end - start,))
+        return np.asarray(data).view(_DTYPES[dtype]).reshape(shape)[slices]
+
+    return StoredTensor(name, file, shape, dtype, load)
 
 
 def _open_sharded(directory: Path) -> dict[str, StoredTensor]:
     index = directory / INDEX
-    try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: it must be JSON with a 'weight_map'") from error
+    weight_map = read_object(index, longest=_LONGEST_INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            f"{index} is not a safetensors index: it must have a 'weight_map' from tensors to files, "
+            f"not {quote(weight_map)}"
+        )
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard:
+            raise CheckpointError(
+                f"weight_map in {index} has {quote(shard)} for tensor {quote(name)}, "
+                "but it must be the name of a file in the same directory"
+            )
     shards = {}
     for shard in sorted(set(weight_map.values())):
-        if not (directory / shard).is_file():
-            raise CheckpointError(f"{index} names the shard {shard!r}, which is missing from {directory}")
+        # Unlike Path.is_file, False for a name that is too long, too.
+        if not os.path.isfile(directory / shard):
+            raise CheckpointError(f"{index} names the shard {quote(shard)}, which is missing from {directory}")
         shards[shard] = open_file(directory / shard)
     for name, shard in weight_map.items():
         if name not in shards[shard]:
-            raise CheckpointError(f"tensor {name!r} is missing from {directory / shard}, where {index} says it is")
-    return {name: tensor for tensors in shards.values() for name, tensor in tensors.items()}
+            raise CheckpointError(f"tensor {quote(name)} is missing from {directory / shard}, where {index} says it is")
+    tensors: dict[str, StoredTensor] = {}
+    for shard in shards.values():
+        for name, tensor in shard.items():
+            if name in tensors:
+                raise CheckpointError(f"tensor {quote(name)} is both in {tensors[name].file} and in {tensor.file}")
+            tensors[name] = tensor
+    return tensors
 
 
 def write_directory(

@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from dflash_jax.errors import CheckpointError
+from dflash_jax.checkpoints.json_file import read_json
+from dflash_jax.errors import CheckpointError, quote
 from dflash_jax.files import replace_file
 
 
@@ -27,19 +28,16 @@ def read_shortlist(path: str | Path, vocab_size: int, at_least: int) -> tuple[in
       CheckpointError: no such file, or not a list of that many distinct ids of the vocabulary.
     """
     try:
-        tokens = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"draft.shortlist {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise CheckpointError(
-            f"draft.shortlist {path} is not JSON ({error}); it must be an array of token ids"
-        ) from None
+        tokens = read_json(Path(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"draft.shortlist must be a JSON array of token ids, but {error}") from None
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise CheckpointError(f"draft.shortlist {path} is not an array of token ids")
     strange = [token for token in tokens if not 0 <= token < vocab_size]
     if strange:
         raise CheckpointError(
-            f"draft.shortlist {path} has token {strange[0]}, outside the target's vocabulary of {vocab_size} tokens"
+            f"draft.shortlist {path} has token {quote(strange[0])}, "
+            f"outside the target's vocabulary of {vocab_size} tokens"
         )
     if len(set(tokens)) < at_least:
         raise CheckpointError(

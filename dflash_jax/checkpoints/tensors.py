@@ -15,19 +15,20 @@ import ml_dtypes
 import numpy as np
 
 from dflash_jax.checkpoints.table import Config, Params, build_params, param_at, table
-from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.errors import CheckpointError, ConfigError, quote
 from dflash_jax.families.leaf import HostArray, Leaf, StoredTensor
 from dflash_jax.models.config import TargetConfig
 
 _NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 # Older checkpoints store what the config determines.
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
     """The numpy dtype of weights. Raises ConfigError for any but float32 and bfloat16."""
-    if dtype not in _NUMPY_DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not one weights can have; it must be 'float32' or 'bfloat16'")
+    if not isinstance(dtype, str) or dtype not in _NUMPY_DTYPES:
+        raise ConfigError(f"dtype {quote(dtype)} is not one weights can have; it must be 'float32' or 'bfloat16'")
     return _NUMPY_DTYPES[dtype]
 
 
@@ -41,7 +42,7 @@ def assemble(config: Config, tensors: Mapping[str, StoredTensor], source: Path, 
       dtype: "float32" or "bfloat16"; every weight is cast to it.
 
     Raises:
-      CheckpointError: a tensor is missing, unexpected or misshapen.
+      CheckpointError: a tensor is missing, unexpected or misshapen, or has values that are not finite.
     """
     leaves = table(config)
     cast = numpy_dtype(dtype)
@@ -57,18 +58,19 @@ def check_tensors(config: Config, leaves: Iterable[Leaf], tensors: Mapping[str, 
         expected.add(name)
         if name not in tensors:
             raise CheckpointError(
-                f"tensor {name!r} of shape {list(leaf.shape)} is missing from {source}, though its config asks for it"
+                f"tensor {quote(name)} of shape {list(leaf.shape)} "
+                f"is missing from {source}, though its config asks for it"
             )
         found = tensors[name]
         if found.shape != leaf.shape:
             raise CheckpointError(
-                f"tensor {found.name!r} in {found.file} has shape {list(found.shape)}, "
+                f"tensor {quote(found.name)} in {found.file} has shape {list(found.shape)}, "
                 f"but the model's config makes it {list(leaf.shape)}"
             )
     for name, found in tensors.items():
         if name not in expected and not _is_harmless(config, name):
             raise CheckpointError(
-                f"tensor {found.name!r} of shape {list(found.shape)} in {found.file} is no part of the model "
+                f"tensor {quote(found.name)} of shape {list(found.shape)} in {found.file} is no part of the model "
                 f"its config describes; the config or the file must be another model's"
             )
 
@@ -80,11 +82,40 @@ def _is_harmless(config: Config, name: str) -> bool:
 
 def _read(leaf: Leaf, tensors: Mapping[str, StoredTensor], dtype: np.dtype) -> HostArray:
     if not leaf.experts:
-        return _oriented(tensors[leaf.name].read(), leaf).astype(dtype)
+        return _oriented(_weights(tensors[leaf.name], dtype), leaf)
     stacked = np.empty(leaf.param_shape, dtype)
     for expert, name in enumerate(leaf.names):
-        stacked[expert] = _oriented(tensors[name].read(), leaf)
+        stacked[expert] = _oriented(_weights(tensors[name], dtype), leaf)
     return stacked
+
+
+def _weights(tensor: StoredTensor, dtype: np.dtype) -> HostArray:
+    """A tensor's values in the dtype they will be held in. Raises CheckpointError unless all are finite floats."""
+    stored = tensor.read()
+    if stored.dtype.name not in _FLOATS:
+        raise CheckpointError(
+            f"tensor {quote(tensor.name)} in {tensor.file} is of dtype {tensor.dtype}, "
+            f"but weights must be one of F64, F32, F16, BF16, or quantised as its config says"
+        )
+    with np.errstate(over="ignore"):
+        array = stored.astype(dtype)
+    if not all_finite(array):
+        where = np.argwhere(~np.isfinite(array))[0].tolist()
+        raise CheckpointError(
+            f"tensor {quote(tensor.name)} in {tensor.file} has {stored[tuple(where)]} at {where}, "
+            f"which is not finite as {dtype.name}; every weight must be"
+        )
+    return array
+
+
+def all_finite(array: HostArray) -> bool:
+    """Whether float32 or bfloat16 weights have neither NaN nor infinity among them, without a mask of their size."""
+    if not array.size:
+        return True
+    if array.dtype == ml_dtypes.bfloat16:
+        # numpy has no vector code for bfloat16; its exponent is all ones where a value is not finite.
+        return bool((array.view(np.uint16) & 0x7F80).max() < 0x7F80)
+    return bool(np.isfinite(array.max()) and np.isfinite(array.min()))
 
 
 def _oriented(array: HostArray, leaf: Leaf) -> HostArray:

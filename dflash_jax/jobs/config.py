@@ -73,11 +73,11 @@ class JobConfig(EngineSetup):
     def identity(self) -> dict[str, Any]:
         """The settings that shape the answers; rows made under different ones do not belong in one file."""
         return {
-            "target.path": self.target.path,
+            **{f"target.{name}": getattr(self.target, name) for name in ("path", "revision", "file")},
             "target.rope_scaling": scaling_fields(self.target.rope_scaling),
             **{
                 f"draft.{name}": getattr(self.draft, name, None)
-                for name in ("path", "k", "mask_token_id", "max_context", "shortlist")
+                for name in ("path", "revision", "file", "k", "mask_token_id", "max_context", "shortlist")
             },
             "draft.rope_scaling": scaling_fields(self.draft.rope_scaling) if self.draft else None,
             "engine.max_model_len": self.engine.max_model_len,

@@ -116,3 +116,123 @@ def test_a_sentencepiece_vocabulary_without_scores_is_refused(sentencepiece):
     del metadata["tokenizer.ggml.scores"]
     with pytest.raises(CheckpointError, match=r"0 scores for 420 tokens"):
         read_tokenizer(metadata, FILE)
+
+
+def with_twins(**more):
+    """A vocabulary where ids 23 and 48 are both "W", and 300 and 301 both "he"."""
+    tokens = [*TOKENS[:256], *(f"x{index}" for index in range(256, 300)), "he", "he", "<bos>", "<eot>", "<bos>"]
+    tokens[23] = tokens[48] = "W"
+    tokens[tokens.index("W", 49)] = "unused"
+    fields = {"tokens": tokens, "token_type": [1] * (len(tokens) - 3) + [3, 3, 3], "merges": ["h e"]}
+    return tokens, tokenizer("gpt-2", **fields, bos_token_id=302, eos_token_id=303, **more)
+
+
+def streamed(found, ids):
+    stream = found.detokenizer()
+    return "".join(map(stream.push, ids)) + stream.finish()
+
+
+def test_equal_tokens_all_decode_and_stream_to_their_text():
+    tokens, found = with_twins()
+    assert found.vocab_size == len(tokens)
+    for first, second, text in ((23, 48, "W"), (300, 301, "he")):
+        assert found.decode([first]) == found.decode([second]) == text
+        assert found.decode([first, second, first]) == streamed(found, [first, second, first]) == text * 3
+    assert found.decode([302, 23, 304, 303]) == streamed(found, [302, 23, 304, 303]) == "W"
+
+
+def test_a_text_becomes_the_last_of_equal_tokens_or_the_one_with_a_role():
+    _, found = with_twins(add_bos_token=True)
+    assert found.encode("WheW") == [302, 48, 301, 48]
+    assert found.encode("<bos>")[1:] == [302]
+    assert found.decode(found.encode("WhWe")) == "WhWe"
+
+
+def test_a_byte_level_vocabulary_with_twins_decodes_broken_characters_like_one_without():
+    _, found = with_twins()
+    euro = [tokenizer("gpt-2").encode("\N{EURO SIGN}")]
+    plain = tokenizer("gpt-2")
+    for ids in (euro[0], euro[0][:2], [*euro[0][:1], *plain.encode("a")]):
+        assert found.decode(ids) == plain.decode(ids) == streamed(found, ids)
+
+
+def test_equal_pieces_of_sentencepiece_all_decode_to_their_text(sentencepiece):
+    metadata = sentencepiece_metadata(sentencepiece)
+    tokens = metadata["tokenizer.ggml.tokens"] = [*sentencepiece["tokens"], "<0x41>", sentencepiece["tokens"][400]]
+    metadata["tokenizer.ggml.scores"] = [*sentencepiece["scores"], 0.0, -1e9]
+    metadata["tokenizer.ggml.token_type"] = [*sentencepiece["token_type"], 6, 1]
+    found, alone = read_tokenizer(metadata, FILE), read_tokenizer(sentencepiece_metadata(sentencepiece), FILE)
+    assert found.vocab_size == len(tokens)
+    assert found.decode([400]) == found.decode([len(tokens) - 1]) == alone.decode([400])
+    assert found.decode([len(tokens) - 2]) == "A"
+    for case in sentencepiece["cases"]:
+        ids = found.encode(case["text"])
+        assert found.decode(ids) == case["text"]
+        assert [tokens[index] for index in ids] == [tokens[index] for index in alone.encode(case["text"])]
+
+
+def test_a_bos_with_characters_of_the_template_language_is_put_in_front():
+    tokens = [*BYTES, "<|im:start|> $A:1"]
+    found = tokenizer("gpt-2", tokens=tokens, token_type=[1] * 256 + [3], merges=[], bos_token_id=256, eos_token_id=0)
+    assert found.encode("a") == [BYTES.index("a")]
+    found = tokenizer(
+        "gpt-2",
+        tokens=tokens,
+        token_type=[1] * 256 + [3],
+        merges=[],
+        bos_token_id=256,
+        eos_token_id=0,
+        add_bos_token=True,
+    )
+    assert found.encode("a") == [256, BYTES.index("a")]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokens", "abc"),
+        ("tokens", [1, 2]),
+        ("tokens", []),
+        ("token_type", [1, 2]),
+        ("token_type", ["1"] * len(TOKENS)),
+        ("token_type", 7),
+        ("merges", ["he"]),
+        ("merges", ["nowhere he"]),
+        ("merges", 5),
+        ("merges", [5]),
+        ("bos_token_id", 10**9),
+        ("bos_token_id", -1),
+        ("eos_token_id", "x"),
+        ("padding_token_id", [1]),
+        ("pre", 5),
+        ("pre", None),
+        ("model", ["gpt2"]),
+    ],
+)
+def test_metadata_that_are_no_tokenizers_are_one_sentence(key, value):
+    with pytest.raises(CheckpointError, match=r"m\.gguf") as raised:
+        tokenizer("gpt-2", **{key: value}) if key != "pre" else tokenizer(value)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("scores", [0.0]),
+        ("scores", "x" * 420),
+        ("scores", [float("nan")] * 420),
+        ("scores", [None] * 420),
+        ("unknown_token_id", 420),
+        ("tokens", ["a" * 40_000] * 1 + [f"{i}" for i in range(419)]),
+    ],
+)
+def test_sentencepiece_metadata_that_are_no_tokenizers_are_one_sentence(sentencepiece, key, value):
+    with pytest.raises(CheckpointError) as raised:
+        read_tokenizer(sentencepiece_metadata(sentencepiece, **{key: value}), FILE)
+    assert len(str(raised.value)) < 500
+
+
+def test_a_chat_template_must_be_text():
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": TOKENS}
+    with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template in m\.gguf is 5"):
+        read_tokenizer(metadata | {"tokenizer.chat_template": 5}, FILE)

@@ -142,7 +142,6 @@ def test_end_tokens_of_the_generation_config_come_first():
         (target_fields("DFlashDraftModel"), "of a draft"),
         ({**target_fields(), "architectures": None}, "no 'architectures'"),
         (target_fields(hidden_act="gelu"), "hidden_act 'gelu'"),
-        (target_fields(quantization_config={"quant_method": "gptq"}), "'gptq'"),
         ({**target_fields(), "hidden_size": None}, "hidden_size in config.json is None"),
         (target_fields(layer_types=["full_attention"]), "1 entries for 4 layers"),
         (target_fields(layer_types=["linear_attention"] * 4), "'linear_attention'"),

@@ -64,12 +64,12 @@ def test_the_engine_reads_the_list_a_config_names(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[1, 2", "is not JSON"),
+        ("[1, 2", "is not valid JSON"),
         ('{"a": 1}', "is not an array of token ids"),
         ("[1, true, 3]", "is not an array of token ids"),
         ("[1, 64]", "has token 64, outside the target's vocabulary of 64 tokens"),
         ("[1, 1, 2]", "has 2 distinct tokens, but the draft proposes from 4 candidates"),
-        (None, "cannot be read: No such file"),
+        (None, "is missing"),
     ],
 )
 def test_a_bad_list_is_refused_with_the_reason(content, said, tmp_path):

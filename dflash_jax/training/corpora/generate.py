@@ -14,7 +14,6 @@ from pathlib import Path
 
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Engine, Models
-from dflash_jax.engine.config import scaling_fields
 from dflash_jax.errors import ConfigError
 from dflash_jax.files import sole_writer
 from dflash_jax.progress import Bar
@@ -31,8 +30,7 @@ def writing_engine(config: CorpusConfig) -> Engine:
     Raises:
       ConfigError, CheckpointError: the target cannot be loaded.
     """
-    scaling = scaling_fields(config.target.rope_scaling)
-    target = load_target(config.target.path, config.engine.dtype, rope_scaling=scaling)
+    target = load_target(**config.target.arguments(), dtype=config.engine.dtype)
     models = Models(rounded(target.params, config.dtype), target.config)
     return Engine(models, config.engine, tokenizer=target.tokenizer)
 
