@@ -1,8 +1,8 @@
 """Compiles Gated DeltaNet's ops for an NVIDIA H200 on a machine that has none; `gpu_compile.py` says what that needs.
 
-For eight rows: verify of all layers' blocks, their commit, and a prompt's chunk in all layers with its write. Exits
-with 1 if a table of states is copied, if what writes does not write in place, or if temporary memory grows with the
-number of slots.
+For eight rows: verify of all layers' blocks, their commit, both of one token, and a prompt's chunk with its write.
+Exits with 1 if a table of states is copied, if what writes does not write in place, or if temporary memory grows with
+the number of slots.
 """
 
 from __future__ import annotations
@@ -59,11 +59,16 @@ def programs(layers: int, key_heads: int, value_heads: int, rows: int, slots: in
         out, ends = of_layers(gated_delta_prefill, tables, *rest)
         return out, write_rows(*tables, ends, rest[-1][0])
 
+    def decode(tables, *rest):
+        out, blocks = verify(tables, *rest)
+        return out, commit(tables, blocks, (rest[-1][0], jnp.ones_like(rest[-1][1])))
+
     block = (tables, projections(8), weight, indices)
     _, blocks = jax.eval_shape(verify, *block)
     return [
         ("verify 8 tokens", verify, block, False),
         ("commit 8 tokens", commit, (tables, blocks, indices), True),
+        ("verify and commit one token", decode, (tables, projections(1), weight, indices), True),
         ("prefill 512 tokens", prefill, (tables, projections(512), weight, indices), True),
     ]
 
