@@ -1,8 +1,8 @@
 """Compiles Gated DeltaNet's ops for an NVIDIA H200 on a machine that has none; `gpu_compile.py` says what that needs.
 
-For eight rows: verify of all layers' blocks, their commit, and a prompt's chunk in all layers with its write. Exits
-with 1 if a table of states is copied, if what writes does not write in place, or if temporary memory grows with the
-number of slots.
+For eight rows: verify of all layers' blocks, their commit, both of one token, and a prompt's chunk with its write.
+Exits with 1 if a table of states is copied, if what writes does not write in place, or if temporary memory grows with
+the number of slots.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jax.experimental import topologies
 from dflash_jax.kernels.gated_delta import fold_block, gated_delta_block, gated_delta_prefill, write_rows
 
 _WIDTH, _DIM = 4, 128
-# Gated DeltaNet layers, key heads and value heads: of the smaller and of the larger published targets.
-_SHAPES = ((24, 16, 32), (48, 16, 48))
+# Gated DeltaNet layers, key heads and value heads; published targets have 18 to 48 such layers, which are all alike.
+_SHAPES = ((4, 16, 32), (4, 16, 64))
 _MOSAIC = 'custom_call_target="mosaic_gpu'
 
 
@@ -40,11 +40,14 @@ def programs(layers: int, key_heads: int, value_heads: int, rows: int, slots: in
         return [(array(rows, tokens, channels, dtype=jnp.bfloat16), gates, gates)] * layers
 
     def of_layers(op, tables, projections, weight, indices):
-        results = [
-            op(*x, weight, *tables, *indices, layer=n, implementation="mosaic_gpu") for n, x in enumerate(projections)
-        ]
-        out, kept = zip(*results, strict=True)
-        return sum(out), kept
+        """Layer after layer, each with gates that need the outputs of the one before."""
+        total, kept = 0, []
+        for layer, (qkv, g, beta) in enumerate(projections):
+            inputs = (qkv, g, beta + total, weight, *tables, *indices)
+            out, of_layer = op(*inputs, layer=layer, implementation="mosaic_gpu")
+            total += out.mean(-1)
+            kept.append(of_layer)
+        return total, kept
 
     def verify(tables, *rest):
         return of_layers(gated_delta_block, tables, *rest)
@@ -56,11 +59,16 @@ def programs(layers: int, key_heads: int, value_heads: int, rows: int, slots: in
         out, ends = of_layers(gated_delta_prefill, tables, *rest)
         return out, write_rows(*tables, ends, rest[-1][0])
 
+    def decode(tables, *rest):
+        out, blocks = verify(tables, *rest)
+        return out, commit(tables, blocks, (rest[-1][0], jnp.ones_like(rest[-1][1])))
+
     block = (tables, projections(8), weight, indices)
     _, blocks = jax.eval_shape(verify, *block)
     return [
         ("verify 8 tokens", verify, block, False),
         ("commit 8 tokens", commit, (tables, blocks, indices), True),
+        ("verify and commit one token", decode, (tables, projections(1), weight, indices), True),
         ("prefill 512 tokens", prefill, (tables, projections(512), weight, indices), True),
     ]
 

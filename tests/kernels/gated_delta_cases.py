@@ -181,9 +181,11 @@ def check_tables(case: Case, states: jax.Array, conv_inputs: jax.Array) -> None:
     live = case.idx_mapping >= 0
     slots = case.idx_mapping[live]
     np.testing.assert_allclose(np.asarray(states)[LAYER, slots], ends.state[live], rtol=2e-5, atol=2e-5)
-    np.testing.assert_array_equal(
-        np.asarray(conv_inputs)[LAYER, slots].astype(np.float64), ends.conv_inputs[live].astype(np.float64)
-    )
+    for row in np.flatnonzero(live):
+        slot, count = case.idx_mapping[row], case.q_len[row]
+        heard = np.asarray(case.arrays["qkv"][row, :count]).T
+        expected = np.concatenate([case.arrays["conv_inputs"][LAYER, slot], heard], axis=1)
+        np.testing.assert_array_equal(bits(conv_inputs[LAYER, slot]), bits(expected[:, count:]))
 
 
 def bits(x) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +11,24 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.kernels.gated_delta import RowStates, fold_block, gated_delta, gates
+from dflash_jax.kernels.gated_delta import (
+    RowStates,
+    fold_block,
+    gated_delta,
+    gated_delta_block,
+    gated_delta_prefill,
+    gates,
+    write_rows,
+)
 from tests.kernels.gated_delta_cases import (
     LAYER,
+    LAYERS,
     Case,
     Shape,
     bits,
     check_outputs,
     check_tables,
     in_float64,
-    layers_of,
     make_case,
     run_block,
     run_fold,
@@ -159,14 +166,16 @@ def test_rejected_tokens_are_exactly_the_identity(implementation):
 
 def test_empty_rows_change_nothing(implementation):
     case = make_case(SMALL, idx_mapping=[-1, -1, -1], q_len=[5, 5, 5])
+    tables = {name: case.arrays[name] for name in ("states", "conv_inputs")}
+    case = case.after(*(jnp.arange(x.size, dtype=x.dtype).reshape(x.shape) for x in tables.values()))
     out, block = run_block(implementation, case)
     assert not np.asarray(out).any()
     tables = run_fold(implementation, case, block, [5, 5, 5])
     out, ends = run_prefill("xla", case)
     assert not np.asarray(out).any()
     for table, other, before in zip(tables, run_write(case, ends), ("states", "conv_inputs"), strict=True):
-        np.testing.assert_array_equal(bits(table), bits(case.arrays[before]))
-        np.testing.assert_array_equal(bits(other), bits(case.arrays[before]))
+        np.testing.assert_array_equal(table, case.arrays[before])
+        np.testing.assert_array_equal(other, case.arrays[before])
 
 
 def test_rows_find_their_slots_in_any_order(implementation):
@@ -231,17 +240,28 @@ def test_natively_a_row_is_the_same_bits_alone_and_among_many():
             np.testing.assert_array_equal(table[LAYER, slot], other[LAYER, slot])
 
 
-def test_the_fold_writes_donated_tables_in_place(implementation):
-    """And needs no memory that grows with the number of slots."""
+@pytest.mark.parametrize("prompt", [False, True], ids=["a token", "a prompt"])
+def test_tables_are_written_in_place(implementation, prompt):
+    """In the program that read them, and with no memory that grows with the number of slots."""
+
+    def step(states, conv_inputs, arguments):
+        op = gated_delta_prefill if prompt else gated_delta_block
+        results = [
+            op(states=states, conv_inputs=conv_inputs, layer=layer, implementation=implementation, **arguments)
+            for layer in range(LAYERS)
+        ]
+        outputs, kept = zip(*results, strict=True)
+        # What is written does not wait for the outputs, as it does where tokens are drafted.
+        if prompt:
+            return outputs, write_rows(states, conv_inputs, kept, arguments["idx_mapping"])
+        indices = arguments["idx_mapping"], jnp.ones_like(arguments["q_len"])
+        return outputs, fold_block(states, conv_inputs, kept, *indices, implementation=implementation)
+
     temporary = []
     for slots in (4, 400):
-        case = make_case(dataclasses.replace(SMALL, slots=slots), **FULL)
-        arrays = case.arguments
-        _, block = run_block(implementation, case)
-        tables = arrays["states"], arrays["conv_inputs"]
-        fold = jax.jit(functools.partial(fold_block, implementation=implementation), donate_argnums=(0, 1))
-        rest = layers_of(block), arrays["idx_mapping"], arrays["q_len"]
-        memory = fold.lower(*tables, *rest).compile().memory_analysis()
+        arguments = make_case(dataclasses.replace(SMALL, slots=slots), **FULL).arguments
+        tables = arguments.pop("states"), arguments.pop("conv_inputs")
+        memory = jax.jit(step, donate_argnums=(0, 1)).lower(*tables, arguments).compile().memory_analysis()
         assert memory.alias_size_in_bytes == sum(table.nbytes for table in tables)
         temporary.append(memory.temp_size_in_bytes)
     assert temporary[0] == temporary[1]

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.dispatch import Implementation, choose
-from dflash_jax.kernels.gated_delta.parts import Ingredients, RowStates, to_slots
+from dflash_jax.kernels.gated_delta.parts import Ingredients, RowStates, to_slots, zero_after
 
 
 def gated_delta_block(
@@ -53,7 +54,8 @@ def gated_delta_block(
       Outputs in qkv's dtype, zeros at empty rows and padding; ingredients, whose padding is anything.
     """
     compute = choose("gated_delta_block", implementation, states, conv_inputs, qkv).compute
-    return compute(qkv, g, beta, conv_weight, states, conv_inputs, idx_mapping, q_len, layer=layer)
+    out, block = compute(qkv, g, beta, conv_weight, states, conv_inputs, idx_mapping, q_len, layer=layer)
+    return out, block.replace(g=block.g + zero_after(out, block.k).astype(block.g.dtype))
 
 
 def fold_block(
@@ -80,6 +82,7 @@ def fold_block(
       implementation: overrides what the platform decides; see `kernels.dispatch`.
     """
     compute = choose("fold_block", implementation, states, conv_inputs, blocks[0].qkv).compute
+    idx_mapping += zero_after(*(block.g for block in blocks))
     for layer, block in enumerate(blocks):
         states, conv_inputs = compute(states, conv_inputs, block, idx_mapping, accepted, layer=layer)
     return states, conv_inputs
@@ -150,6 +153,7 @@ def write_rows(
       ends: of each layer, as `gated_delta_prefill` returned them.
       idx_mapping: row to slot; nothing is written for a negative one. No slot may stand here twice.
     """
+    idx_mapping += zero_after(*jax.tree.leaves(tuple(ends)))
     for layer, end in enumerate(ends):
         states, conv_inputs = to_slots(states, conv_inputs, end, idx_mapping, layer)
     return states, conv_inputs

@@ -76,9 +76,8 @@ def gated_delta_block(
     inputs = conv_inputs[layer, jnp.maximum(idx_mapping, 0)]
     q, k, v = split_heads(convolved(qkv, conv_weight, inputs, live), states.shape[2:])
     g, beta = g.astype(jnp.float32), beta.astype(jnp.float32)
-    out = _launch(_block, Plan.of(k, states), jax.ShapeDtypeStruct(v.shape, jnp.float32), "gated_delta_block")(
-        q, k, _scaled(k, beta), v, jnp.exp(g), *_of_all_layers(states, idx_mapping, layer), count
-    )
+    of_slots = *_of_all_layers(states, idx_mapping, layer), count
+    out = _read_block(q, k, _scaled(k, beta), v, jnp.exp(g), *of_slots, plan=Plan.of(k, states))
     out = jnp.where(live[..., None, None], out, 0).astype(qkv.dtype)
     return out, Ingredients(qkv=qkv, k=k, v=v, g=g, beta=beta)
 
@@ -97,13 +96,11 @@ def fold_block(
     """See `api.fold_block`."""
     count = live_counts(idx_mapping, accepted, block.g.shape[1])
     flat, slots = _of_all_layers(states, idx_mapping, layer)
-    table = jax.new_ref(flat, memory_space=plgpu.GMEM)
-    _launch(_fold, Plan.of(block.k, states), (), "gated_delta_fold")(
-        block.k, _scaled(block.k, block.beta), block.v, jnp.exp(block.g), slots, count, table
-    )
+    tokens = block.k, _scaled(block.k, block.beta), block.v, jnp.exp(block.g)
+    folded = _write_block(*tokens, slots, count, flat, plan=Plan.of(block.k, states))
     inputs = last_inputs(conv_inputs[layer, jnp.maximum(idx_mapping, 0)], block.qkv, count)
     written = jnp.where(idx_mapping >= 0, idx_mapping, states.shape[1])
-    return jax.freeze(table).reshape(states.shape), conv_inputs.at[layer, written].set(inputs, mode="drop")
+    return folded.reshape(states.shape), conv_inputs.at[layer, written].set(inputs, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +118,20 @@ class Plan:
         """That of a layer's keys and all states."""
         value_heads, key_dim, value_dim = states.shape[2:]
         return cls(k.shape[0], value_heads, value_heads // k.shape[2], key_dim, value_dim)
+
+
+# Both are traced once for all layers.
+@functools.partial(jax.jit, static_argnames="plan")
+def _read_block(q, k, scaled_k, v, decay, states, slots, count, plan: Plan):
+    launch = _launch(_block, plan, jax.ShapeDtypeStruct(v.shape, jnp.float32), "gated_delta_block")
+    return launch(q, k, scaled_k, v, decay, states, slots, count)
+
+
+@functools.partial(jax.jit, static_argnames="plan")
+def _write_block(k, scaled_k, v, decay, slots, count, states, plan: Plan):
+    table = jax.new_ref(states, memory_space=plgpu.GMEM)
+    _launch(_fold, plan, (), "gated_delta_fold")(k, scaled_k, v, decay, slots, count, table)
+    return jax.freeze(table)
 
 
 def _launch(body, plan: Plan, out_type, name: str):

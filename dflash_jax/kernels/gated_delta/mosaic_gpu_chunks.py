@@ -61,12 +61,13 @@ def gated_delta_prefill(
     chunks = prepare(qkv, g, beta, conv_weight, count, inputs, (heads, key_dim, value_dim), TILE)
     single = qkv.dtype == jnp.bfloat16
     plan = Plan(rows, heads, key_dim, value_dim, len(chunks.kept), terms=1 if single else 2, stages=2 if single else 1)
-    out, state = _launch(plan)(
+    out, state = _scan(
         *_operands(chunks, plan),
         # Leading dimensions merge without moving anything: the states are read where they are.
         states.reshape(-1, value_dim),
         layer * num_slots + slots,
         -(-count // TILE),
+        plan=plan,
     )
     out = out.reshape(len(chunks.kept), rows, heads, TILE, value_dim)
     end = RowStates(state=state.reshape(rows, heads, key_dim, value_dim), conv_inputs=last_inputs(inputs, qkv, count))
@@ -110,6 +111,12 @@ def _operands(chunks: Chunks, plan: Plan) -> tuple[Array, ...]:
 
     factors = (chunks.carried, chunks.q, chunks.seen, chunks.k.swapaxes(-1, -2))
     return *map(stacked, factors), chunks.own.reshape(-1, plan.value_dim), chunks.kept.reshape(-1)
+
+
+# Traced once for all layers.
+@functools.partial(jax.jit, static_argnames="plan")
+def _scan(*operands, plan: Plan):
+    return _launch(plan)(*operands)
 
 
 def _launch(plan: Plan):

@@ -146,6 +146,19 @@ def to_slots(
     return states, conv_inputs.at[layer, slots].set(end.conv_inputs.astype(conv_inputs.dtype), mode="drop")
 
 
+def zero_after(*read: Float[Array, ...]) -> Int[Array, ""]:
+    """0, of which the compiler does not know that it is before it has computed these arrays.
+
+    What reads slots' states must run before what writes them. Where what is written does not depend on all that is
+    read, the compiler may see no order, and copies the states of all slots instead.
+    """
+    zero = jnp.int32(0)
+    for x in read:
+        sign = jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32) >> 31
+        zero += sign * (sign + 1)  # of 0 and -1
+    return zero
+
+
 def before(count: Int[Array, " rows"], tokens: int) -> Bool[Array, "rows tokens"]:
     """Which tokens of each row exist."""
     return jnp.arange(tokens) < count[:, None]
