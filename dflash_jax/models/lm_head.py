@@ -20,21 +20,21 @@ class LmHead(struct.PyTreeNode):
 
     Attributes:
       weight: hidden states to logits.
-      shortlist: the tokens that these logits are of, ascending, so that of equal logits the lowest id still is the
-        best; None for the whole vocabulary.
+      tokens: those that the logits are of, ascending, so that of equal logits the lowest id still is the best; None
+        for the whole vocabulary.
       multiplier: scales the logits.
       softcap: c of c * tanh(logits / c), after that; None for no cap.
     """
 
     weight: Matrix
-    shortlist: Int[Array, " listed"] | None = None
+    tokens: Int[Array, " listed"] | None = None
     multiplier: float = struct.field(pytree_node=False, default=1.0)
     softcap: float | None = struct.field(pytree_node=False, default=None)
 
     def logits(
         self, hidden: Float[Array, "*batch hidden"], *, implementation: Implementation | None = None
     ) -> Float[Array, "*batch logits"]:
-        """Logits in float32, of the whole vocabulary or of the shortlist's tokens."""
+        """Logits in float32, of the whole vocabulary or of a shortlist."""
         return ops.head_logits(
             hidden,
             self.weight.value,
@@ -57,7 +57,7 @@ class LmHead(struct.PyTreeNode):
             softcap=self.softcap,
             implementation=implementation,
         )
-        return values, tokens if self.shortlist is None else self.shortlist[tokens]
+        return values, tokens if self.tokens is None else self.tokens[tokens]
 
     def writes_logits(
         self, hidden: Float[Array, "*batch hidden"], *, implementation: Implementation | None = None

@@ -69,7 +69,7 @@ def test_preparing_is_idempotent_and_undone_by_another_implementation(monkeypatc
 def test_a_shortlist_of_prepared_models_is_the_shortlist(of):
     one, other = (make_shortlist(target, [3, 1, 60]) for target in (of.target, device.prepare(of, None).target))
     np.testing.assert_array_equal(one.weight.in_out, other.weight.in_out)
-    assert one.shortlist.tolist() == other.shortlist.tolist() == [1, 3, 60]
+    assert one.tokens.tolist() == other.tokens.tolist() == [1, 3, 60]
 
 
 def test_an_engine_takes_the_models_of_another_whatever_its_implementation():

@@ -49,7 +49,7 @@ def test_a_list_of_all_tokens_drafts_what_no_list_does(pair):
 def test_columns_of_the_head_stand_with_their_tokens():
     of = models("recall-dflash2")
     listed = make_shortlist(of.target, [9, 3, 9, 5])
-    assert listed.shortlist.tolist() == [3, 5, 9]
+    assert listed.tokens.tolist() == [3, 5, 9]
     np.testing.assert_array_equal(listed.weight.in_out, of.target.lm_head.value[:, jnp.array([3, 5, 9])])
 
 
@@ -58,7 +58,7 @@ def test_the_engine_reads_the_list_a_config_names(tmp_path):
     draft = {"path": str(GOLDEN / "recall-dflash2"), "shortlist": str(tmp_path / "list.json")}
     engine = Engine.from_config({"target": {"path": str(GOLDEN / "recall-target")}, "draft": draft})
     assert engine.models.shortlist is not None
-    assert engine.models.shortlist.shortlist.tolist() == list(range(0, 64, 2))
+    assert engine.models.shortlist.tokens.tolist() == list(range(0, 64, 2))
 
 
 @pytest.mark.parametrize(

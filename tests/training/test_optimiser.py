@@ -7,6 +7,7 @@ import optax
 import optax.contrib
 import pytest
 
+from dflash_jax.models.matrix import Matrix
 from dflash_jax.training.config import OptimiserSection
 from dflash_jax.training.optimiser import learning_rates, make_optimiser
 
@@ -24,11 +25,11 @@ def drawn_gradients(seed: int, params):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_muon_orthogonalises_matrices_and_leaves_tables_to_adam(dtype):
-    params = {"mlp": jnp.zeros((24, 8)), "codebook": jnp.zeros((24, 8)), "norm": jnp.zeros(8)}
+    params = {"mlp": Matrix(jnp.zeros((24, 8))), "codebook": jnp.zeros((24, 8)), "norm": jnp.zeros(8)}
     gradient = drawn_gradients(0, params)
     optimiser = make_optimiser(OptimiserSection(steps=10, learning_rate=1.0, warmup=0.0, kind="muon"), dtype)
     updates, _ = optimiser.update(gradient, optimiser.init(params), params)
-    drawn, found = (np.linalg.svd(np.asarray(tree["mlp"]), compute_uv=False) for tree in (gradient, updates))
+    drawn, found = (np.linalg.svd(np.asarray(tree["mlp"].value), compute_uv=False) for tree in (gradient, updates))
     assert drawn.max() > 2 * drawn.min() and found.max() < 1.8 * found.min()
     # Adam's first step is equally large everywhere, whatever the gradient.
     for name in ("codebook", "norm"):
@@ -40,7 +41,7 @@ def test_muon_orthogonalises_matrices_and_leaves_tables_to_adam(dtype):
 def test_the_first_step_of_muon_is_that_of_optax(kind):
     """Later ones differ: optax.contrib.muon corrects its momentum for its start, as the authors' own does not."""
     params = {"wide": jnp.ones((8, 24)), "tall": jnp.ones((24, 8))}[kind]
-    params = {"mlp": params, "codebook": jnp.ones((24, 8))}
+    params = {"codebook": jnp.ones((24, 8)), "mlp": params}
     section = OptimiserSection(steps=10, learning_rate=0.1, warmup=0.0, weight_decay=0.1, kind="muon", clip=1e9)
     dimensions = {"mlp": optax.contrib.MuonDimensionNumbers(), "codebook": None}
     theirs = optax.contrib.muon(
@@ -53,7 +54,7 @@ def test_the_first_step_of_muon_is_that_of_optax(kind):
     )
     ours = make_optimiser(section)
     moved = []
-    for optimiser in (ours, theirs):
-        updates, _ = optimiser.update(drawn_gradients(1, params), optimiser.init(params), params)
-        moved.append(optax.apply_updates(params, updates))
+    for optimiser, start in ((ours, {**params, "mlp": Matrix(params["mlp"])}), (theirs, params)):
+        updates, _ = optimiser.update(drawn_gradients(1, start), optimiser.init(start), start)
+        moved.append(jax.tree.leaves(optax.apply_updates(start, updates)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *moved)
