@@ -198,17 +198,6 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
     return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
-def untrained_k(draft: DraftConfig, k: int) -> str | None:
-    """A sentence for a k above what a draft was trained for, or None."""
-    trained = draft.block_size - 1
-    if k <= trained:
-        return None
-    return (
-        f"draft.k is {k}, but the draft was trained to propose {trained} tokens (block_size {draft.block_size}); those "
-        "after them are noise that costs time and is rarely accepted"
-    )
-
-
 def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
     """Raises ConfigError unless the draft can listen to and speak for the target."""
     if draft.hidden_size != target.hidden_size:
