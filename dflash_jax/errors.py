@@ -1,5 +1,8 @@
 """Errors meant for users: each message is one sentence that says what was wrong and what would be right."""
 
+import reprlib
+from typing import Any
+
 
 class DflashError(Exception):
     """Base of every error this package raises on purpose. The command line prints it and exits with 2."""
@@ -23,3 +26,31 @@ class RequestError(DflashError, ValueError):
 
 class InvariantError(DflashError, AssertionError):
     """An engine invariant does not hold. The message begins with the invariant's name."""
+
+
+class _Short(reprlib.Repr):
+    """`repr` of at most some hundred characters, made without the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 3, 4, 6, 6
+        self.maxstring = self.maxother = 100
+
+    def repr_int(self, value: int, level: int) -> str:
+        # Python refuses to write out integers of more than 4,300 digits.
+        bits = value.bit_length()
+        return repr(value) if bits <= 128 else f"<{'negative ' if value < 0 else ''}integer of {bits} bits>"
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value) if len(value) <= 100 else f"{value[:97]!r}..."
+
+
+def quote(value: Any, limit: int = 120) -> str:
+    """A value as an error shows it: on one line, and cut where it is long.
+
+    Args:
+      value: anything; a string of megabytes costs no more than a short one.
+      limit: characters, at most.
+    """
+    text = _Short().repr(value).replace("\n", " ")
+    return text if len(text) <= limit else text[: limit - 3] + "..."
