@@ -19,7 +19,7 @@ from dflash_jax.kernels import native
 from dflash_jax.kernels.choice import Implementation
 from dflash_jax.kernels.product import RowMatrix
 from dflash_jax.models.weights import is_matrix
-from dflash_jax.sampling import Sampler
+from dflash_jax.sampling import Sampler, device_temperature
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def slot_entry(progress: Progress, slot_pages: int, draft_limit: int, speculatin
     stops = np.full(MAX_STOP_TOKENS, -1, np.int32)
     stops[: len(request.stop_tokens)] = request.stop_tokens
     sampler: dict[str, Any] = dict(
-        temperature=np.float32(sampling.temperature),
+        temperature=np.float32(device_temperature(sampling.temperature)),
         top_k=np.int32(sampling.top_k),
         top_p=np.float32(sampling.top_p),
         min_p=np.float32(sampling.min_p),
