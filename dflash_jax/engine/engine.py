@@ -23,12 +23,13 @@ from dflash_jax.engine.outbox import Outbox
 from dflash_jax.engine.request import Completion, Progress, Request, SamplingParams, Update
 from dflash_jax.engine.scheduler import HostState
 from dflash_jax.engine.state import Models
-from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.errors import CheckpointError, RequestError, quote
 from dflash_jax.models.draft import make_shortlist
 from dflash_jax.settings import parse, read_settings
+from dflash_jax.text.chat import read_chat
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids, chat messages, or a mapping with `messages` and what else there is to say; see `text.chat`."""
 
 _OF_A_JOB = ("sampling", "input", "output", "report")
 
@@ -57,6 +58,7 @@ class Engine(Core):
         else:
             setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
         target = load_target(setup.target.path, setup.engine.dtype)
+        tokenizer = setup.target.spoken_to(target.tokenizer)
         models = Models(target.params, target.config)
         k = max_context = None
         if setup.draft is not None:
@@ -66,7 +68,7 @@ class Engine(Core):
                 tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
                 models = models.replace(shortlist=make_shortlist(target.params, tokens))
             k, max_context = setup.draft.k, setup.draft.max_context
-        engine = cls(models, setup.engine, tokenizer=target.tokenizer, k=k, max_context=max_context)
+        engine = cls(models, setup.engine, tokenizer=tokenizer, k=k, max_context=max_context)
         engine.setup = setup
         return engine
 
@@ -82,7 +84,8 @@ class Engine(Core):
         """Queues a request and returns its id.
 
         Args:
-          prompt: text, token ids, or chat messages.
+          prompt: text, token ids, chat messages, or a mapping of `messages`, `tools`, `chat_template_kwargs` and
+            `continue_final_message`.
           sampling: parameters, or the ones that differ from the defaults.
           request_id: any string not in flight; made up if not given.
 
@@ -103,7 +106,7 @@ class Engine(Core):
             target=self.models.target_config,
             max_model_len=self.config.max_model_len,
             pool=self.host.pool,
-            has_tokenizer=self.tokenizer is not None,
+            tokenizer=self.tokenizer,
         )
         progress = Progress(request, arrived=self._clock(), fallback=self._fallback_of(request))
         self.host = dataclasses.replace(
@@ -154,13 +157,17 @@ class Engine(Core):
             return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
         if isinstance(prompt, Sequence) and not prompt:
             return ()
-        if not isinstance(prompt, str) and not (kinds and all(issubclass(kind, Mapping) for kind in kinds)):
-            raise RequestError(f"the prompt is {prompt!r}; it must be text, a list of token ids, or a list of messages")
+        is_chat = isinstance(prompt, Mapping) or (bool(kinds) and all(issubclass(kind, Mapping) for kind in kinds))
+        if not isinstance(prompt, str) and not is_chat:
+            raise RequestError(
+                f"the prompt is {quote(prompt)}; it must be text, a list of token ids, or a list of messages, "
+                "which may be the `messages` of a mapping"
+            )
         if self.tokenizer is None:
             raise RequestError("the prompt is text, but the model has no tokenizer; give token ids instead")
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
-        return tuple(self.tokenizer.apply_chat(prompt))  # type: ignore[arg-type]
+        return tuple(self.tokenizer.encode_chat(read_chat(prompt)))  # type: ignore[arg-type]
 
     # Whole generations.
 

@@ -20,9 +20,9 @@ class Outbox:
     def open(self, request: Request, emitted: tuple[int, ...] = ()) -> None:
         """Begins a request's text, with the tokens it already has."""
         if self._tokenizer is not None:
-            stream = self._streams[request.id] = TextStream(self._tokenizer, request.sampling.stop)
-            for token in emitted:
-                stream.push(token)
+            stream = self._streams[request.id] = TextStream(self._tokenizer, request)
+            stream.push(emitted)
+            stream.take_text()
 
     def push(self, request_id: str, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
         """Takes new tokens up to a stop string; returns those taken, and whether there was one."""
@@ -30,15 +30,9 @@ class Outbox:
         if stream is None:
             self._deliver(Update(request_id, tokens, None))
             return tokens, False
-        text = ""
-        for count, token in enumerate(tokens, start=1):
-            piece, complete = stream.push(token)
-            text += piece
-            if complete:
-                self._deliver(Update(request_id, tokens[:count], text))
-                return tokens[:count], True
-        self._deliver(Update(request_id, tokens, text))
-        return tokens, False
+        taken, stopped = stream.push(tokens)
+        self._deliver(Update(request_id, taken, stream.take_text()))
+        return taken, stopped
 
     def close(
         self, progress: Progress, reason: FinishReason, error: str | None = None, *, deliver: bool = True
