@@ -38,7 +38,8 @@ class Chat:
     continue_final_message: bool | None = None
 
     def __post_init__(self) -> None:
-        _require("messages", self.messages, _is_list_of_mappings(self.messages), "a list of messages, at least one")
+        wanted = "a list of {role: string, content: ...}, at least one; with tool_calls a message needs no content"
+        _require("messages", self.messages, _is_list_of_messages(self.messages), wanted)
         _require("tools", self.tools, self.tools is None or _is_list(self.tools), "a list of tools")
         kwargs = self.template_kwargs
         named = isinstance(kwargs, Mapping) and all(isinstance(name, str) for name in kwargs)
@@ -232,8 +233,14 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _is_list_of_mappings(value: Any) -> bool:
-    return _is_list(value) and len(value) > 0 and all(isinstance(one, Mapping) for one in value)
+def _is_list_of_messages(value: object) -> bool:
+    return _is_list(value) and len(value) > 0 and all(map(_is_message, value))
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    return value.get("content") is not None or bool(value.get("tool_calls"))
 
 
 def _require(name: str, value: object, holds: bool, wanted: str) -> None:

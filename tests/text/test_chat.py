@@ -76,7 +76,7 @@ def test_tool_call_arguments_that_are_no_json_object_are_the_templates_to_take(a
 
 def test_nulls_in_messages_are_as_good_as_absent():
     template = "{% for m in messages %}{{ m.content is defined }}{% endfor %}"
-    assert tokenizer(template).chat_text([{"role": "user", "content": None}]) == "False"
+    assert tokenizer(template).chat_text([{**call("{}"), "content": None}]) == "False"
 
 
 # Going on with the last message.
@@ -110,7 +110,7 @@ def test_the_last_of_several_parts_of_a_message_is_continued():
     [
         ("{{ messages[-1].content | upper }}", ASSISTANT, "does not write its text as it is"),
         ("{{ messages[-1].role }}", ASSISTANT, "does not write its text as it is"),
-        (CHATML, {"role": "assistant"}, "has no text in its content"),
+        (CHATML, {"role": "assistant", "content": 5}, "has no text in its content"),
         (CHATML, {"role": "assistant", "content": [{"type": "image"}]}, "has no text in its content"),
     ],
 )
@@ -193,9 +193,12 @@ def test_the_config_names_the_template_and_its_variables():
     [
         ({}, "without messages"),
         ({"messages": None}, "without messages"),
-        ({"messages": []}, "messages is .*; it must be a list of messages"),
-        ({"messages": "hi"}, "messages is 'hi'; it must be a list of messages"),
-        ({"messages": ["hi"]}, "it must be a list of messages"),
+        ({"messages": []}, "messages is .*; it must be a list of {role"),
+        ({"messages": "hi"}, "messages is 'hi'; it must be a list of {role"),
+        ({"messages": ["hi"]}, "it must be a list of {role"),
+        ({"messages": [{"content": "hi"}]}, "it must be a list of {role"),
+        ({"messages": [{"role": "user"}]}, "it must be a list of {role"),
+        ({"messages": [{"role": "user", "content": None}]}, "it must be a list of {role"),
         ({"messages": [USER], "tool": []}, "the prompt has the key 'tool'; it may have messages, tools"),
         ({"messages": [USER], "tools": "f"}, "tools is 'f'; it must be a list of tools"),
         ({"messages": [USER], "chat_template_kwargs": [1]}, "chat_template_kwargs is .*; it must be a mapping"),
