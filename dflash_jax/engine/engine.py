@@ -191,7 +191,7 @@ class Engine(Core):
     def _add_all(self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any] | None) -> list[str]:
         """Queues all prompts, or none if one of them cannot be served."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or any(isinstance(p, int) for p in prompts):
-            raise RequestError(f"prompts is {prompts!r}; it must be a list of prompts, also if there is only one")
+            raise RequestError(f"prompts is {quote(prompts)}; it must be a list of prompts, also if there is only one")
         ids: list[str] = []
         try:
             for prompt in prompts:

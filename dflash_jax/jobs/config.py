@@ -73,7 +73,10 @@ class JobConfig(EngineSetup):
     def identity(self) -> dict[str, Any]:
         """The settings that shape the answers; rows made under different ones do not belong in one file."""
         return {
-            "target.path": self.target.path,
+            **{
+                f"target.{name}": getattr(self.target, name)
+                for name in ("path", "chat_template", "chat_template_kwargs")
+            },
             **{
                 f"draft.{name}": getattr(self.draft, name, None)
                 for name in ("path", "k", "mask_token_id", "max_context", "shortlist")
