@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from dflash_jax.errors import ConfigError, RequestError, quote
+from dflash_jax.errors import CheckpointError, ConfigError, RequestError, quote
 from dflash_jax.text.render import render
 
 CHAT_KEYS = ("messages", "tools", "chat_template_kwargs", "continue_final_message")
@@ -86,6 +86,9 @@ class ChatTemplate:
       templates: Jinja, by name; one without a name is called "default".
       special_tokens: variables that every rendering gets, such as `bos_token`.
       kwargs: further ones, unless a conversation has its own.
+
+    Raises:
+      CheckpointError: a template is no text.
     """
 
     def __init__(
@@ -94,7 +97,16 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         kwargs: Mapping[str, Any] | None = None,
     ):
-        self.templates = {"default": templates} if isinstance(templates, str) else dict(templates or {})
+        if templates is None or isinstance(templates, str):
+            templates = {} if templates is None else {"default": templates}
+        named = isinstance(templates, Mapping) and all(
+            isinstance(part, str) for one in templates.items() for part in one
+        )
+        if not named:
+            raise CheckpointError(
+                f"the model's chat template is {quote(templates)}; it must be a text, or a mapping of names to texts"
+            )
+        self.templates = dict(templates)
         self.special_tokens = dict(special_tokens)
         self.kwargs = dict(kwargs or {})
 

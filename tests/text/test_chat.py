@@ -12,8 +12,8 @@ from dflash_jax import Engine, EngineConfig
 from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.checkpoints.tokenizer import load_tokenizer
 from dflash_jax.engine.config import TargetSource
-from dflash_jax.errors import ConfigError, RequestError
-from dflash_jax.text.chat import read_chat
+from dflash_jax.errors import CheckpointError, ConfigError, RequestError
+from dflash_jax.text.chat import ChatTemplate, read_chat
 from tests.pairs import SIZES, models
 from tests.text.vocabularies import byte_level
 
@@ -183,6 +183,12 @@ def test_the_config_names_the_template_and_its_variables():
         source.spoken_to(None)
     with pytest.raises(ConfigError, match=r"target.chat_template_kwargs has 'messages'"):
         TargetSource(path="there", chat_template_kwargs={"messages": []}).spoken_to(own)
+
+
+@pytest.mark.parametrize("template", [5, ["a"], {"default": None}, {"default": {"a": 1}}, True])
+def test_a_checkpoints_template_that_is_no_text_is_refused(template):
+    with pytest.raises(CheckpointError, match="it must be a text, or a mapping of names to texts"):
+        ChatTemplate(template, {})
 
 
 # Prompts that are no conversations.
