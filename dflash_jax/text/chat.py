@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -140,7 +141,8 @@ class ChatTemplate:
           RequestError: there is no template for it, or the template rejects it.
         """
         template = self._template_for(chat)
-        messages = [_normalized(message) for message in chat.messages]
+        takes_parts = _LOOP_OVER_PARTS.search(template) is not None
+        messages = [_normalized(message, takes_parts) for message in chat.messages]
         goes_on = chat.continues
         if goes_on:
             messages[-1] = _marked(messages[-1])
@@ -199,13 +201,27 @@ def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
     raise RequestError("the last message has no text in its content that could be continued")
 
 
-def _normalized(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: without nulls, and with the arguments of its tool calls as mappings.
+# A template that takes a message's parts one by one; others would write a list as Python does, or nothing.
+_LOOP_OVER_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[\w.\[\]'\"]*content\b")
 
-    On OpenAI's wire an absent value is null, and the arguments of a call are the text of a JSON object. Text that is
-    none stays as it is: it is what a model wrote, and some templates take it.
+
+def _normalized(message: Mapping[str, Any], takes_parts: bool) -> dict[str, Any]:
+    """A message as templates expect it: without nulls, with text as one, and arguments of tool calls as mappings.
+
+    On OpenAI's wire an absent value is null, a text may come in parts, and the arguments of a call are the text of a
+    JSON object. Text that is no such object stays as it is: a model wrote it, and some templates take it.
     """
     message = {key: value for key, value in message.items() if value is not None}
+    parts = message.get("content")
+    if _is_list(parts):
+        for part in parts:
+            if isinstance(part, Mapping) and part.get("type", "text") != "text":
+                raise RequestError(
+                    f"a message has a part of type {quote(part['type'])}; the models this package runs take text only"
+                )
+        texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+        if not takes_parts and all(isinstance(text, str) for text in texts):
+            message["content"] = "\n".join(str(text) for text in texts)
     calls = message.get("tool_calls")
     if _is_list(calls):
         message["tool_calls"] = [_with_arguments(call) for call in calls]

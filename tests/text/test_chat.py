@@ -79,6 +79,26 @@ def test_nulls_in_messages_are_as_good_as_absent():
     assert tokenizer(template).chat_text([{**call("{}"), "content": None}]) == "False"
 
 
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+def test_text_in_parts_is_one_text_for_templates_that_take_no_parts():
+    assert tokenizer().chat_text([{"role": "user", "content": PARTS}]) == "<user>a\nb</s><assistant>"
+    assert tokenizer().chat_text([{"role": "assistant", "content": PARTS}]) == "<assistant>a\nb"
+
+
+@pytest.mark.parametrize("content", ["m.content", "m['content']"])
+def test_templates_that_take_parts_get_them(content):
+    template = "{% for m in messages %}{% for part in " + content + " %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    assert tokenizer(template).chat_text([{"role": "user", "content": PARTS}]) == "<a><b>"
+
+
+def test_parts_that_are_no_text_are_refused():
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(RequestError, match="a part of type 'image_url'; the models this package runs take text only"):
+        tokenizer().chat_text([{"role": "user", "content": [*PARTS, image]}])
+
+
 # Going on with the last message.
 
 
@@ -100,9 +120,8 @@ def test_an_assistant_that_called_a_tool_is_not_continued():
 
 
 def test_the_last_of_several_parts_of_a_message_is_continued():
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     template = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
-    assert tokenizer(template).chat_text([{"role": "assistant", "content": parts}]) == "<a><b"
+    assert tokenizer(template).chat_text([{"role": "assistant", "content": PARTS}]) == "<a><b"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +130,7 @@ def test_the_last_of_several_parts_of_a_message_is_continued():
         ("{{ messages[-1].content | upper }}", ASSISTANT, "does not write its text as it is"),
         ("{{ messages[-1].role }}", ASSISTANT, "does not write its text as it is"),
         (CHATML, {"role": "assistant", "content": 5}, "has no text in its content"),
-        (CHATML, {"role": "assistant", "content": [{"type": "image"}]}, "has no text in its content"),
+        (CHATML, {"role": "assistant", "content": [5]}, "has no text in its content"),
     ],
 )
 def test_a_message_that_cannot_be_continued_is_refused(template, message, reason):
