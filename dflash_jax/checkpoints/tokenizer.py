@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import codecs
+import copy
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
-
-from tokenizers.decoders import ByteLevel, DecodeStream
+from typing import TYPE_CHECKING, Any, cast
 
 from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.text.chat import Chat, ChatTemplate
+from dflash_jax.text.detokenizer import Detokenizer, Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+__all__ = ["Detokenizer", "Tokenizer", "import_transformers", "load_tokenizer"]
+
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
-
-@runtime_checkable
-class Detokenizer(Protocol):
-    """Turns tokens into text as they come. Each token costs the same, however many came before."""
-
-    def push(self, token: int) -> str:
-        """The text that the token makes final; empty while a character is incomplete."""
-        ...
-
-    def finish(self) -> str:
-        """What was held back. The detokenizer is spent."""
-        ...
+_log = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -37,6 +29,9 @@ class Tokenizer:
 
     def __init__(self, backend: PreTrainedTokenizerFast):
         self._backend = backend
+        self._vocabulary = Vocabulary(backend)
+        self._chat = ChatTemplate(backend.chat_template, _special_tokens(backend))
+        self._noted_bos = False
 
     @property
     def vocab_size(self) -> int:
@@ -46,115 +41,120 @@ class Tokenizer:
     @property
     def eos_token_id(self) -> int | None:
         """The token that the tokenizer's files name as the end of a text, if they do."""
-        return self._backend.eos_token_id
+        eos = self._backend.eos_token
+        return None if eos is None else self._id_of(eos)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat` can be used."""
-        return self._backend.chat_template is not None
+        return self._chat.usable
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with what the tokenizer puts around every text (a BOS, if anything)."""
-        return self._backend.encode(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without the special tokens among them."""
-        text = self._backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return cast(str, text)
-
-    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of a conversation up to where the assistant is to speak.
+    def with_chat_template(self, template: str | None, kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
+        """The same tokenizer with another chat template, or other variables for it.
 
         Args:
-          messages: each with `role` and `content`, as the chat template knows them.
+          template: the name of one of the model's templates, a Jinja text, or the path of a file of one; None is
+            the model's own.
+          kwargs: variables of every rendering, such as `enable_thinking`; a conversation's own win.
+
+        Raises:
+          ConfigError: there is no such template.
+        """
+        other = copy.copy(self)
+        other._chat = self._chat.override(template, kwargs or {})
+        return other
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with what the tokenizer puts around every text (a BOS, if anything).
+
+        A text that begins with the BOS already, as one that was made with a chat template does, gets no other.
+
+        Raises:
+          RequestError: the text is no Unicode text.
+        """
+        ids = self._encode(text, add_special_tokens=True)
+        bos = self._backend.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos] and self._encode(text, add_special_tokens=False) == ids[1:]:
+            if not self._noted_bos:
+                _log.warning(
+                    "a prompt begins with %r, which the tokenizer adds to every text; it is kept once",
+                    self._backend.bos_token,
+                )
+            self._noted_bos = True
+            return ids[1:]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids, with or without the special tokens among them. Ids past the vocabulary have no text."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return "".join([*map(detokenizer.push, ids), detokenizer.finish()])
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool | None = None,
+    ) -> str:
+        """The text of a conversation up to where the assistant is to speak, or to go on.
+
+        Args:
+          messages, tools, continue_final_message: see `Chat`.
+          chat_template_kwargs: further variables of the template.
 
         Raises:
           RequestError: the tokenizer has no chat template, or the template rejects the messages.
         """
-        if not self.has_chat_template:
-            raise RequestError(
-                "messages need a chat template, and the model's tokenizer has none; give the prompt as text"
-            )
-        import jinja2
+        return self.render_chat(Chat(messages, tools, chat_template_kwargs or {}, continue_final_message))
 
-        try:
-            text = self._backend.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except jinja2.TemplateError as error:
-            raise RequestError(f"the model's chat template rejects the messages ({error})") from error
-        return cast(str, text)
+    def render_chat(self, chat: Chat) -> str:
+        """The text of a conversation; see `chat_text`."""
+        return self._chat.render(chat)
 
-    def apply_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation up to where the assistant is to speak; see `chat_text`."""
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        continue_final_message: bool | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation up to where the assistant is to speak, or to go on; see `chat_text`."""
+        return self.encode_chat(Chat(messages, tools, chat_template_kwargs or {}, continue_final_message))
+
+    def encode_chat(self, chat: Chat) -> list[int]:
+        """Token ids of a conversation; see `chat_text`."""
         # The template writes a BOS itself where the model wants one.
-        return self._backend.encode(self.chat_text(messages), add_special_tokens=False)
+        return self._encode(self.render_chat(chat), add_special_tokens=False)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental detokenizer; its pieces join to what `decode` gives."""
-        backend = self._backend.backend_tokenizer
-        if isinstance(backend.decoder, ByteLevel):
-            return _ByteDetokenizer(self._backend)
-        return _StreamDetokenizer(self)
+        return self._vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that a text is exactly, if it is one."""
+        token = self._id_of(text)
+        return token if token in self._vocabulary.special else None
+
+    def _id_of(self, piece: str) -> int | None:
+        """The token that the vocabulary writes so; transformers takes the unknown token for any other."""
+        token = self._backend.convert_tokens_to_ids(piece)
+        return token if isinstance(token, int) and self._vocabulary.piece(token) == piece else None
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+        except TypeError:
+            # The tokenizer's words for a string that is not one in Rust.
+            raise RequestError(
+                "the prompt has half of a surrogate pair, which is no character; it must be Unicode text"
+            ) from None
 
 
-class _ByteDetokenizer:
-    """For byte-level vocabularies, where a token is some bytes of UTF-8 wherever it stands."""
-
-    def __init__(self, backend: PreTrainedTokenizerFast):
-        self._backend = backend
-        added = backend.added_tokens_decoder
-        self._special = frozenset(token for token in added if added[token].special)
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def push(self, token: int) -> str:
-        if token in self._special:
-            return ""
-        return self._utf8.decode(token_bytes(cast("str | None", self._backend.convert_ids_to_tokens(token))))
-
-    def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class _StreamDetokenizer:
-    """For the rest, where a token's text may depend on its neighbours."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._held: list[int] = []
-
-    def push(self, token: int) -> str:
-        text = self._stream.step(self._tokenizer._backend.backend_tokenizer, token)
-        self._held = [] if text else [*self._held, token]
-        return text or ""
-
-    def finish(self) -> str:
-        return self._tokenizer.decode(self._held)
-
-
-def token_bytes(token: str | None) -> bytes:
-    """Bytes of a byte-level vocabulary's token; none for an id past the vocabulary.
-
-    GPT-2's `bytes_to_unicode` writes every byte as a printable character. A token with any other
-    character is an added one, written as it is.
-    """
-    if token is None:
-        return b""
-    try:
-        return bytes(_BYTE_OF[character] for character in token)
-    except KeyError:
-        return token.encode()
-
-
-def _byte_table() -> dict[str, int]:
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    return table | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_table()
+def _special_tokens(backend: PreTrainedTokenizerFast) -> dict[str, str]:
+    """`bos_token` and its like, as chat templates name them."""
+    return {name: str(token) for name, token in backend.special_tokens_map.items() if not isinstance(token, list)}
 
 
 def import_transformers() -> ModuleType:

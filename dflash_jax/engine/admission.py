@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.engine.pages import PagePool, pages_for
 from dflash_jax.engine.request import Request, SamplingParams
 from dflash_jax.errors import RequestError
@@ -16,7 +17,7 @@ def make_request(
     target: TargetConfig,
     max_model_len: int,
     pool: PagePool,
-    has_tokenizer: bool,
+    tokenizer: Tokenizer | None,
 ) -> Request:
     """A request that the engine can serve.
 
@@ -27,7 +28,7 @@ def make_request(
       target: the model that answers.
       max_model_len: longest prompt and output together.
       pool: the page pool it will live in.
-      has_tokenizer: whether output becomes text.
+      tokenizer: makes output text, if there is one.
 
     Raises:
       RequestError: it can never be served; the message has the numbers.
@@ -43,10 +44,12 @@ def make_request(
             f"the prompt has {len(prompt)} tokens, which leaves no room to answer in "
             f"engine.max_model_len {max_model_len}"
         )
-    if sampling.stop and not has_tokenizer:
+    if sampling.stop and tokenizer is None:
         raise RequestError("stop strings need a tokenizer, and the model has none; use stop_token_ids instead")
     own = () if sampling.ignore_eos else target.eos_token_ids
-    stop_tokens = tuple(dict.fromkeys((*own, *sampling.stop_token_ids)))
+    special = [] if tokenizer is None else [tokenizer.special_id(stop) for stop in sampling.stop]
+    of_strings = [token for token in special if token is not None and token < target.vocab_size]
+    stop_tokens = tuple(dict.fromkeys((*own, *sampling.stop_token_ids, *of_strings)))
     strange = [token for token in stop_tokens if token >= target.vocab_size]
     if strange:
         raise RequestError(f"stop token {strange[0]} is outside the vocabulary of {target.vocab_size} tokens")

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from dflash_jax.checkpoints import Tokenizer
+from dflash_jax.errors import ConfigError
 from dflash_jax.settings import Section
 
 
@@ -59,7 +61,30 @@ class Source(Section):
 
 
 class TargetSource(Source):
-    """Where the target comes from."""
+    """Where the target comes from, and how it is spoken to.
+
+    Attributes:
+      chat_template: which of the model's named chat templates to use, or another one: the path of a Jinja file, or
+        its text.
+      chat_template_kwargs: variables of the chat template, such as `{enable_thinking: false}`; a prompt's own win.
+    """
+
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def spoken_to(self, tokenizer: Tokenizer | None) -> Tokenizer | None:
+        """The target's tokenizer with the chat template that is asked for.
+
+        Raises:
+          ConfigError: there is no such template, or no tokenizer for it.
+        """
+        if self.chat_template is None and not self.chat_template_kwargs:
+            return tokenizer
+        if tokenizer is None:
+            raise ConfigError(
+                f"target.chat_template and target.chat_template_kwargs need a tokenizer, and {self.path!r} has none"
+            )
+        return tokenizer.with_chat_template(self.chat_template, self.chat_template_kwargs)
 
 
 class DraftSource(Source):

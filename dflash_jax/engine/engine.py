@@ -30,16 +30,17 @@ from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.engine.run import Runner, step
 from dflash_jax.engine.state import EngineState, Models, is_donated
-from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.errors import CheckpointError, RequestError, quote
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.lm_head import make_shortlist
 from dflash_jax.settings import parse, read_settings
+from dflash_jax.text.chat import read_chat
 
 Draft = str | Path | LoadedDraft
 """The path of a draft, or a loaded one."""
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""Text, token ids, or chat messages."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids, chat messages, or a mapping with `messages` and what else there is to say; see `text.chat`."""
 
 _OF_A_JOB = ("sampling", "input", "output", "report")
 _UNCHANGED: Any = object()
@@ -131,6 +132,7 @@ class Engine:
         else:
             setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
         target = load_target(**setup.target.arguments(), dtype=setup.engine.dtype)
+        tokenizer = setup.target.spoken_to(target.tokenizer)
         models = Models(target.params, target.config)
         k = max_context = None
         if setup.draft is not None:
@@ -141,7 +143,7 @@ class Engine:
                 tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
                 models = models.replace(shortlist=make_shortlist(target.params, tokens))
             k, max_context = setup.draft.k, setup.draft.max_context
-        engine = cls(models, setup.engine, tokenizer=target.tokenizer, k=k, max_context=max_context)
+        engine = cls(models, setup.engine, tokenizer=tokenizer, k=k, max_context=max_context)
         engine.setup = setup
         return engine
 
@@ -157,7 +159,8 @@ class Engine:
         """Queues a request and returns its id.
 
         Args:
-          prompt: text, token ids, or chat messages.
+          prompt: text, token ids, chat messages, or a mapping of `messages`, `tools`, `chat_template_kwargs` and
+            `continue_final_message`.
           sampling: parameters, or the ones that differ from the defaults.
           request_id: any string not in flight; made up if not given.
 
@@ -177,7 +180,7 @@ class Engine:
             target=self.models.target_config,
             max_model_len=self.config.max_model_len,
             pool=host.pool,
-            has_tokenizer=self.tokenizer is not None,
+            tokenizer=self.tokenizer,
         )
         self.host = add(host, request, self._clock())
         return request_id
@@ -247,13 +250,17 @@ class Engine:
             return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
         if isinstance(prompt, Sequence) and not prompt:
             return ()
-        if not isinstance(prompt, str) and not (kinds and all(issubclass(kind, Mapping) for kind in kinds)):
-            raise RequestError(f"the prompt is {prompt!r}; it must be text, a list of token ids, or a list of messages")
+        is_chat = isinstance(prompt, Mapping) or (bool(kinds) and all(issubclass(kind, Mapping) for kind in kinds))
+        if not isinstance(prompt, str) and not is_chat:
+            raise RequestError(
+                f"the prompt is {quote(prompt)}; it must be text, a list of token ids, or a list of messages, "
+                "which may be the `messages` of a mapping"
+            )
         if self.tokenizer is None:
             raise RequestError("the prompt is text, but the model has no tokenizer; give token ids instead")
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
-        return tuple(self.tokenizer.apply_chat(prompt))  # type: ignore[arg-type]
+        return tuple(self.tokenizer.encode_chat(read_chat(prompt)))  # type: ignore[arg-type]
 
     # Whole generations.
 
@@ -277,7 +284,7 @@ class Engine:
     def _add_all(self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any] | None) -> list[str]:
         """Queues all prompts, or none if one of them cannot be served."""
         if isinstance(prompts, str) or not isinstance(prompts, Sequence) or any(isinstance(p, int) for p in prompts):
-            raise RequestError(f"prompts is {prompts!r}; it must be a list of prompts, also if there is only one")
+            raise RequestError(f"prompts is {quote(prompts)}; it must be a list of prompts, also if there is only one")
         ids: list[str] = []
         try:
             for prompt in prompts:

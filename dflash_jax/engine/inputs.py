@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from dflash_jax.engine.plan import Chunk, Decode, Opening
 from dflash_jax.engine.state import MAX_STOP_TOKENS, Slots
-from dflash_jax.sampling import Sampler
+from dflash_jax.sampling import Sampler, device_temperature
 
 
 class PrefillInputs(struct.PyTreeNode):
@@ -130,7 +130,8 @@ def slot_entries(openings: list[Opening | None], slot_pages: int) -> Slots:
         entries.block_table[row, : len(opening.pages)] = opening.pages
         entries.tokens_left[row] = opening.tokens_left
         entries.stop_tokens[row, : len(request.stop_tokens)] = request.stop_tokens
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        sampler.temperature[row] = device_temperature(request.sampling.temperature)
+        for name in ("top_k", "top_p", "min_p", "seed"):
             getattr(sampler, name)[row] = getattr(request.sampling, name)
         entries.speculating[row] = opening.speculating
         entries.draft_limit[row] = opening.draft_limit

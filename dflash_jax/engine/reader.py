@@ -57,13 +57,8 @@ class TextReader:
     def __call__(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None, bool]:
         """See `Reader`."""
         stream = self._stream(sequence)
-        text = ""
-        for count, token in enumerate(tokens, start=1):
-            piece, complete = stream.push(token)
-            text += piece
-            if complete:
-                return tokens[:count], text, True
-        return tokens, text, False
+        taken, complete = stream.push(tokens)
+        return taken, stream.text.take_text(), complete
 
     def finish(self, sequence: Sequence) -> tuple[str | None, str | None]:
         """See `Reader`."""
@@ -79,7 +74,7 @@ class TextReader:
     def _stream(self, sequence: Sequence) -> _Stream:
         stream = self._streams.get(sequence.id)
         if stream is None or not stream.is_at(sequence):
-            stream = _Stream(TextStream(self._tokenizer, sequence.request.sampling.stop), sequence)
+            stream = _Stream(TextStream(self._tokenizer, sequence.request), sequence)
             self._streams[sequence.id] = stream
         return stream
 
@@ -92,12 +87,14 @@ class _Stream:
         self._request = sequence.request
         self._read = 0
         self._last: int | None = None
-        for token in sequence.output:
-            self.push(token)
+        self.push(tuple(sequence.output))
+        text.take_text()
 
-    def push(self, token: int) -> tuple[str, bool]:
-        self._read, self._last = self._read + 1, token
-        return self.text.push(token)
+    def push(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
+        taken, complete = self.text.push(tokens)
+        if taken:
+            self._read, self._last = self._read + len(taken), taken[-1]
+        return taken, complete
 
     def is_at(self, sequence: Sequence) -> bool:
         """Whether what was read is the request's output."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.engine.state import MAX_STOP_TOKENS
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import RequestError, quote
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,12 @@ class SamplingParams:
       top_k: keep the k most likely tokens; 0 keeps all.
       min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
       seed: of the random draws; two requests with equal prompt and seed sample the same tokens.
-      stop: strings that end the text; they are not part of it.
+      stop: strings that end the text. One that is exactly a special token is also that token's id.
       stop_token_ids: further token ids that end it, beside the model's own.
       ignore_eos: go on past the model's end-of-sequence tokens.
       speculation: draft for this request; False decodes it plainly.
+      skip_special_tokens: leave special tokens out of the text.
+      include_stop_str_in_output: let the text end with the stop string that ended it.
 
     Raises:
       RequestError: a value is outside its range.
@@ -42,6 +44,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: bool = True
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
@@ -56,12 +60,12 @@ class SamplingParams:
         self._require(
             "stop_token_ids", all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids), "a list of token ids"
         )
-        self._require("ignore_eos", isinstance(self.ignore_eos, bool), "true or false")
-        self._require("speculation", isinstance(self.speculation, bool), "true or false")
+        for name in ("ignore_eos", "speculation", "skip_special_tokens", "include_stop_str_in_output"):
+            self._require(name, isinstance(getattr(self, name), bool), "true or false")
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
         if not holds:
-            raise RequestError(f"sampling.{name} is {getattr(self, name)!r}; it must be {wanted}")
+            raise RequestError(f"sampling.{name} is {quote(getattr(self, name))}; it must be {wanted}")
 
     def override(self, values: Mapping[str, Any]) -> SamplingParams:
         """These parameters with some replaced.
@@ -87,7 +91,12 @@ def _is_int(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer past the largest float
+        return False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +107,7 @@ class Request:
       id: unique among the requests in flight.
       prompt: token ids.
       sampling: how to answer.
-      stop_tokens: all token ids that end it, the model's own included.
+      stop_tokens: all token ids that end it, the model's own and those of stop strings included.
       limit: tokens it may produce: `max_tokens`, or what the model length leaves.
     """
 
@@ -111,8 +120,8 @@ class Request:
     def __post_init__(self) -> None:
         if len(self.stop_tokens) > MAX_STOP_TOKENS:
             raise RequestError(
-                f"request {self.id!r} has {len(self.stop_tokens)} stop token ids; "
-                f"at most {MAX_STOP_TOKENS} are supported"
+                f"request {self.id!r} has {len(self.stop_tokens)} stop token ids, the model's own and special tokens "
+                f"among its stop strings included; at most {MAX_STOP_TOKENS} are supported"
             )
 
     @property

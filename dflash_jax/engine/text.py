@@ -2,52 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dflash_jax.checkpoints import Tokenizer
+from dflash_jax.engine.request import Request
+from dflash_jax.text.stop_strings import StopStrings
 
 
 class TextStream:
     """Detokenises one request and watches for its stop strings.
 
-    Text that might be the beginning of a stop string is held back until it is known not to be one.
+    Text that might be the beginning of a stop string is held back until it is known not to be one. The stream
+    is a function of the tokens alone: a new one that is given the same tokens has the same text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
-        self._detokenizer = tokenizer.detokenizer()
-        self._stop = stop
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        sampling = request.sampling
+        self._detokenizer = tokenizer.detokenizer(skip_special_tokens=sampling.skip_special_tokens)
+        self._stops = StopStrings(sampling.stop)
+        # A special token that is not shown cannot be found in the text.
+        hidden = sampling.stop if sampling.skip_special_tokens else ()
+        ids = {stop: tokenizer.special_id(stop) for stop in hidden}
+        self._stop_of = {token: stop for stop, token in ids.items() if token is not None}
+        self._include_stop = sampling.include_stop_str_in_output
         self._held = ""
         self._released: list[str] = []
+        self._taken = 0
         self._stopped = False
 
     @property
     def text(self) -> str:
-        """All text released so far."""
+        """All text that is final so far."""
         return "".join(self._released)
 
-    def push(self, token: int) -> tuple[str, bool]:
-        """Takes a token; returns the text that is now final, and whether a stop string is complete."""
-        self._held += self._detokenizer.push(token)
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self._stopped = True
-            return self._release(min(found)), True
-        return self._release(len(self._held) - self._longest_beginning()), False
+    def push(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], bool]:
+        """Takes tokens up to a stop string; returns those taken, and whether a stop string is complete."""
+        for count, token in enumerate(tokens):
+            if self._stopped:
+                return tuple(tokens[:count]), True
+            self._push(token)
+        return tuple(tokens), self._stopped
+
+    def take_text(self) -> str:
+        """The text that has become final since the last call."""
+        new = "".join(self._released[self._taken :])
+        self._taken = len(self._released)
+        return new
 
     def finish(self) -> str:
         """The text that was held back, now that no more comes; none after a stop string."""
         if self._stopped:
             return ""
-        self._held += self._detokenizer.finish()
-        return self._release(len(self._held))
+        before = len(self._released)
+        self._feed(self._detokenizer.finish())
+        if not self._stopped:
+            self._release(len(self._held))
+        return "".join(self._released[before:])
 
-    def _longest_beginning(self) -> int:
-        """Length of the longest end of the held text that begins a stop string."""
-        longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
-                return length
-        return 0
+    def _push(self, token: int) -> None:
+        stop = self._stop_of.get(token)
+        if stop is None:
+            self._feed(self._detokenizer.push(token))
+            return
+        self.finish()
+        if not self._stopped and self._include_stop:
+            self._released.append(stop)
+        self._stopped = True
 
-    def _release(self, length: int) -> str:
+    def _feed(self, piece: str) -> None:
+        if not piece:
+            return
+        self._held += piece
+        found = self._stops.feed(piece)
+        if found is None:
+            self._release(len(self._held) - self._stops.begun)
+            return
+        end, length = found
+        end += len(self._held) - len(piece)
+        self._release(end if self._include_stop else end - length)
+        self._stopped = True
+
+    def _release(self, length: int) -> None:
         text, self._held = self._held[:length], self._held[length:]
-        self._released.append(text)
-        return text
+        if text:
+            self._released.append(text)

@@ -73,7 +73,10 @@ class JobConfig(EngineSetup):
     def identity(self) -> dict[str, Any]:
         """The settings that shape the answers; rows made under different ones do not belong in one file."""
         return {
-            **{f"target.{name}": getattr(self.target, name) for name in ("path", "revision", "file")},
+            **{
+                f"target.{name}": getattr(self.target, name)
+                for name in ("path", "revision", "file", "chat_template", "chat_template_kwargs")
+            },
             "target.rope_scaling": scaling_fields(self.target.rope_scaling),
             **{
                 f"draft.{name}": getattr(self.draft, name, None)

@@ -12,9 +12,10 @@ from typing import Any, BinaryIO
 from dflash_jax.engine.engine import Prompt
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.text.chat import CHAT_KEYS, read_chat
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-_KEYS = ("id", *PROMPT_KEYS, "sampling")
+_KEYS = ("id", *PROMPT_KEYS, *CHAT_KEYS[1:], "sampling")
 
 MAX_LINE = 1 << 24
 """Bytes of the longest line that is read."""
@@ -27,7 +28,7 @@ class Item:
     Attributes:
       line: its line in the input, from 1.
       id: as the line gives it, a string or an integer; `line-N` if it gives none.
-      prompt: text, messages or token ids.
+      prompt: text, token ids, messages, or a mapping of messages and what else the line says for the chat template.
       sampling: the job's parameters with the line's own on top.
     """
 
@@ -177,15 +178,15 @@ def _prompt(record: dict[str, Any]) -> Prompt:
         isinstance(value, list) and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
     ):
         raise RequestError(f"prompt_token_ids is {_short(value)}; it must be a list of integers")
-    if key == "messages" and not (isinstance(value, list) and all(_is_message(message) for message in value)):
-        raise RequestError(f"messages is {_short(value)}; it must be a list of {{role: string, content: string}}")
+    for_template = [name for name in CHAT_KEYS[1:] if record.get(name) is not None]
+    if for_template and key != "messages":
+        raise RequestError(f"{for_template[0]} goes with messages, and the line has {key}")
     if not value:
         raise RequestError(f"{key} is empty")
+    if key == "messages":
+        read_chat({name: record[name] for name in (key, *for_template)})
+        return {name: record[name] for name in (key, *for_template)} if for_template else value
     return value
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and isinstance(value.get("content"), str)
 
 
 def _short(value: Any) -> str:

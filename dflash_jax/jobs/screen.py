@@ -170,8 +170,9 @@ def summary_table(found: Mapping[str, Any]) -> Table:
 def _prompt_text(item: Item) -> str:
     if isinstance(item.prompt, str):
         return _short(item.prompt)
-    last = item.prompt[-1]
-    return _short(last["content"]) if isinstance(last, Mapping) else _short(" ".join(map(str, item.prompt)))
+    parts = item.prompt["messages"] if isinstance(item.prompt, Mapping) else item.prompt
+    last = parts[-1]
+    return _short(str(last.get("content"))) if isinstance(last, Mapping) else _short(" ".join(map(str, parts)))
 
 
 def _answer_text(row: Row) -> str:

@@ -17,6 +17,8 @@ class Sampler(struct.PyTreeNode):
       top_p: keep the smallest set of most likely tokens that holds this much probability; 1 keeps all.
       min_p: keep tokens at least this likely, relative to the most likely one; 0 keeps all.
       seed: of the request's random draws.
+
+    Any finite values in these ranges give a distribution, at the ends of float32's range too.
     """
 
     temperature: Float[Array, " rows"]
@@ -24,6 +26,15 @@ class Sampler(struct.PyTreeNode):
     top_p: Float[Array, " rows"]
     min_p: Float[Array, " rows"]
     seed: UInt32[Array, " rows"]
+
+
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-30, 1e30
+"""What float32 can divide scores by. Below the first a quotient overflows; above the second all of them are equal."""
+
+
+def device_temperature(temperature: float) -> float:
+    """What a request's temperature is in a `Sampler`: 0, or the nearest that float32 can divide by."""
+    return min(max(temperature, LOWEST_TEMPERATURE), HIGHEST_TEMPERATURE) if temperature > 0 else 0.0
 
 
 def _sortable(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
@@ -38,8 +49,8 @@ def _keep_best(
 ):
     """Mask of the smallest set of largest values whose weights add up to `goal`; ties are kept together.
 
-    The threshold is found bit by bit, 32 passes over the vocabulary: exact like a sort and several
-    times cheaper.
+    The largest value is always kept, also where the goal is so small that float32 takes it for 0. The threshold
+    is found bit by bit, 32 passes over the vocabulary: exact like a sort and several times cheaper.
     """
     order = _sortable(values)
 
@@ -49,7 +60,7 @@ def _keep_best(
         return jnp.where(mass >= goal, higher, threshold)
 
     threshold = jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(goal.shape, jnp.uint32))
-    return order >= threshold[..., None]
+    return order >= jnp.minimum(threshold[..., None], order.max(-1, keepdims=True))
 
 
 def target_probs(logits: Float[Array, "rows tokens vocab"], sampler: Sampler) -> Float[Array, "rows tokens vocab"]:
@@ -61,15 +72,19 @@ def target_probs(logits: Float[Array, "rows tokens vocab"], sampler: Sampler) ->
     def column(per_row):
         return jnp.broadcast_to(per_row[:, None], logits.shape[:-1])
 
-    temperature = jnp.where(sampler.temperature > 0, sampler.temperature, 1.0)
-    scores = logits.astype(jnp.float32) / temperature[:, None, None]
+    temperature = jnp.clip(sampler.temperature, LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
+    temperature = jnp.where(sampler.temperature > 0, temperature, 1.0)
+    logits = logits.astype(jnp.float32)
+    # Differences first: what is then large is negative, and its probability is 0.
+    scores = (logits - logits.max(-1, keepdims=True)) / temperature[:, None, None]
 
+    # Best is by logits: where temperatures are extreme, scores and probabilities are equal that are not equally good.
     def keep_top_k(scores):
         count = column(jnp.where(sampler.top_k > 0, sampler.top_k, scores.shape[-1])).astype(jnp.float32)
-        return jnp.where(_keep_best(scores, jnp.ones_like(scores), count), scores, -jnp.inf)
+        return jnp.where(_keep_best(logits, jnp.ones_like(scores), count), scores, -jnp.inf)
 
     def keep_top_p(probs):
-        kept = _keep_best(probs, probs, column(sampler.top_p) * probs.sum(-1))
+        kept = _keep_best(logits, probs, column(sampler.top_p) * probs.sum(-1))
         return jnp.where(kept | (column(sampler.top_p) >= 1)[..., None], probs, 0)
 
     sampled = sampler.temperature > 0

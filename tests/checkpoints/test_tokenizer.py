@@ -1,7 +1,5 @@
-import time
-
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
@@ -31,58 +29,9 @@ def byte_level(template=TEMPLATE):
 TOKENIZER = Tokenizer(byte_level())
 
 
-def stream(tokenizer, ids):
-    detokenizer = tokenizer.detokenizer()
-    return [*map(detokenizer.push, ids), detokenizer.finish()]
-
-
 @given(st.text())
-@settings(deadline=None)
 def test_text_survives(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
-
-
-@given(st.lists(st.integers(0, 258), max_size=40))
-@settings(deadline=None)
-def test_streamed_pieces_join_to_what_decode_gives(ids):
-    assert "".join(stream(TOKENIZER, ids)) == TOKENIZER.decode(ids)
-
-
-def test_incomplete_characters_are_held_back():
-    ids = TOKENIZER.encode("a€")
-    assert stream(TOKENIZER, ids) == ["a", "", "", "€", ""]
-    assert stream(TOKENIZER, ids[:3]) == ["a", "", "", "\N{REPLACEMENT CHARACTER}"]
-
-
-def test_special_and_unknown_tokens_stream_as_nothing():
-    assert stream(TOKENIZER, [256, 257, 300, 258]) == ["", "", "", "naïve →", ""]
-
-
-def test_streaming_costs_the_same_per_token_however_long_the_text():
-    detokenizer = TOKENIZER.detokenizer()
-    ids = TOKENIZER.encode("héllo wörld ") * 2000
-
-    def seconds(tokens):
-        start = time.perf_counter()
-        for token in tokens:
-            detokenizer.push(token)
-        return time.perf_counter() - start
-
-    first = min(seconds(ids[:500]) for _ in range(3))
-    seconds(ids)
-    assert min(seconds(ids[:500]) for _ in range(3)) < 5 * first
-
-
-def test_sentencepiece_like_vocabularies_stream_too():
-    pieces = ["<unk>", "▁a", "▁b", "c", *(f"<0x{byte:02X}>" for byte in "€".encode())]
-    backend = Backend(
-        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
-    )
-    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoders.Sequence(parts)
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
-    assert stream(tokenizer, [1, 3, 2, 4, 5, 6, 2]) == ["a", "c", " b", "", "", "€", " b", ""]
-    assert stream(tokenizer, [1, 4, 5])[-1] == "\N{REPLACEMENT CHARACTER}" * 2
 
 
 def test_chat_is_encoded_up_to_where_the_assistant_speaks():

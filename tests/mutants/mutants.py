@@ -551,4 +551,61 @@ def _on_the_trained_pair(name: str, test: str) -> Mutant:
     return dataclasses.replace(mutant, gate=f"{test}[{parameters}]")
 
 
-MUTANTS = (*_OF_GOLDEN_PAIRS, *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR))
+_OF_TEXT = (
+    Mutant(
+        "let top_p keep nothing",
+        (
+            (
+                "sampling/distribution.py",
+                "    return order >= jnp.minimum(threshold[..., None], order.max(-1, keepdims=True))\n",
+                "    return order >= threshold[..., None]\n",
+            ),
+        ),
+        "tests/sampling/test_extremes.py::test_top_p_too_small_for_float32_keeps_the_best_token[1e-38]",
+        r"nan",
+    ),
+    Mutant(
+        "order by probabilities that a high temperature made equal",
+        (("sampling/distribution.py", "kept = _keep_best(logits, probs,", "kept = _keep_best(probs, probs,"),),
+        "tests/sampling/test_extremes.py::test_drafted_tokens_follow_the_plain_distribution_at_the_ends_of_every_parameter[{'temperature': 1e+39, 'top_p': 0.5}-0]",
+        r"a token of probability 0 was drawn|p = ",
+    ),
+    Mutant(
+        "hand temperatures to the device as they are",
+        (("sampling/distribution.py", "if temperature > 0 else 0.0\n", "if temperature < 0 else temperature\n"),),
+        "tests/engine/test_sampling_extremes.py::test_temperatures_past_float32_warn_of_nothing_and_draw_from_the_whole_vocabulary[1e+39]",
+        r"overflow",
+    ),
+    Mutant(
+        "show bytes of byte fallback that are part of no character as one mark",
+        (("text/detokenizer.py", "_ByteRule(bytes_of, _EACH_BYTE, rest", "_ByteRule(bytes_of, 'replace', rest"),),
+        "tests/text/test_detokenizer.py::test_a_byte_that_decodes_before_bytes_that_never_complete_and_then_text",
+        r"assert",
+    ),
+    Mutant(
+        "look for special tokens in the text that does not show them",
+        (("engine/text.py", "        stop = self._stop_of.get(token)\n", "        stop = None\n"),),
+        "tests/engine/test_text.py::test_a_stop_string_that_is_a_special_token_ends_the_text_at_its_id",
+        r"assert",
+    ),
+    Mutant(
+        "keep the second BOS",
+        (("checkpoints/tokenizer.py", "            return ids[1:]\n", "            return ids\n"),),
+        "tests/text/test_chat.py::test_a_text_that_begins_with_bos_gets_no_other_and_a_note_says_so",
+        r"assert",
+    ),
+    Mutant(
+        "catch only Jinja's own errors of a template",
+        (
+            (
+                "text/template_worker.py",
+                "    except Exception as error:\n        return json",
+                "    except jinja2.TemplateError as error:\n        return json",
+            ),
+        ),
+        "tests/text/test_template_bounds.py::test_whatever_a_template_raises_is_the_requests_error[{{ messages + 1 }}-TypeError]",
+        r"ended with 1",
+    ),
+)
+
+MUTANTS = (*_OF_GOLDEN_PAIRS, *_OF_TEXT, *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR))

@@ -90,7 +90,7 @@ class ConversationWriter:
             self._drop(update.id, f"the message that the target began with {question!r} cannot be answered: {why}")
 
     def _answer(self, index: int, prompt: Prompt) -> None:
-        if not isinstance(prompt, str) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
+        if not isinstance(prompt, str | Mapping) and len(prompt) == 1 and isinstance(prompt[0], Mapping):
             self._questions[f"{index}/answer"] = prompt[0]["content"]
         self._run(
             f"{index}/answer",
