@@ -25,7 +25,10 @@ PAIRS = ("recall-dflash1", "recall-dflash2", "recall-dflash2-swa")
 # What configs/train-recall.yaml makes. Its record is the engine's own, of each request alone.
 TRAINED = "recall-trained"
 TRAINED_FILES = Path(__file__).parent / TRAINED
-SERVED = (*PAIRS, TRAINED)
+
+# A Qwen3.5 target: its reference record was made without any cache, in whole blocks.
+HYBRID = "recall-hybrid-dflash2"
+SERVED = (*PAIRS, TRAINED, HYBRID)
 
 SAMPLING: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
 
@@ -35,7 +38,8 @@ SIZES: dict[str, Any] = {"max_slots": 4, "max_model_len": 160, "page_size": 16, 
 
 @functools.cache
 def models(draft: str | None) -> Models:
-    target = load_target(TRAINED_FILES / "target" if draft == TRAINED else GOLDEN / "recall-target")
+    folders = {TRAINED: TRAINED_FILES / "target", HYBRID: GOLDEN / "recall-hybrid-target"}
+    target = load_target(folders.get(draft, GOLDEN / "recall-target"))
     if draft is None:
         return Models(target.params, target.config)
     loaded = load_draft(TRAINED_FILES / "draft" if draft == TRAINED else GOLDEN / draft)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dflash_jax.engine.checkpoints import Checkpoint, give_back, keep
 from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.host import HostState, remove, speculates
 from dflash_jax.engine.invariants import MEANING, Violation
@@ -72,12 +73,25 @@ def _absorb_chunk(
 ) -> tuple[HostState, tuple[Update, ...]]:
     sequence = host.running.get(chunk.id)
     assert sequence is not None, f"request {chunk.id!r} of the plan does not run"
+    host = _absorb_checkpoint(host, sequence, chunk, good=not row.violation)
     if row.violation:
         return _fail(host, sequence, row.violation, read)
     sequence = dataclasses.replace(sequence, position=sequence.position + len(chunk.tokens))
     if row.position != sequence.position:
         return _fail(host, sequence, Violation.position_monotone, read)
     return _produce(host, sequence, row, now, read, in_round=False)
+
+
+def _absorb_checkpoint(host: HostState, sequence: Sequence, chunk: Chunk, *, good: bool) -> HostState:
+    """A checkpoint that the chunk wrote can be found from now on, by the hash of the page that ends there."""
+    if chunk.save is None or host.checkpoints is None:
+        return host
+    if not good:
+        return dataclasses.replace(host, checkpoints=give_back(host.checkpoints, chunk.save))
+    tokens = sequence.position + len(chunk.tokens)
+    pages = tokens // host.pool.page_size
+    key = sequence.hashed(pages, host.pool.page_size).hashes[pages - 1]
+    return dataclasses.replace(host, checkpoints=keep(host.checkpoints, key, Checkpoint(chunk.save, tokens)))
 
 
 def _absorb_round(

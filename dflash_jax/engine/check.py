@@ -6,6 +6,7 @@ import chex
 import jax
 import numpy as np
 
+from dflash_jax.engine.checkpoints import check_checkpoints
 from dflash_jax.engine.host import HostState, speculates
 from dflash_jax.engine.identity import identify
 from dflash_jax.engine.pages import check_pages_conserved, pages_for
@@ -27,7 +28,8 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
     Raises:
       InvariantError: the message begins with the name of an invariant that does not hold: `context_writers`,
         `state_structure`, `one_row_axis`, `slot_exclusive`, `pages_conserved`, `pages_exclusive`, `block_table_covers`,
-        `position_monotone`, `context_continuity` or `slot_entry`.
+        `position_monotone`, `context_continuity`, `recurrent_continuity`, `checkpoints_conserved`, `checkpoint_length` or
+        `slot_entry`.
     """
     different = host.models.difference(identify(models))
     _require(different is None, "context_writers", different or "")
@@ -39,6 +41,7 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
     held = [sequence.slot for sequence in host.running]
     _require(len(set(held)) == len(held), "slot_exclusive", f"running requests have the slots {held}")
     check_pages_conserved(host.pool, (sequence.pages for sequence in host.running))
+    _check_checkpoints(host, device)
     size = host.pool.page_size
     for sequence in host.running:
         name, slot = f"request {sequence.id!r}", sequence.slot
@@ -65,6 +68,12 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
             "block_table_covers",
             f"{name} holds pages {list(sequence.pages)}, its slot {slot} has {known}",
         )
+        folded = position if device.recurrent is None else int(slots.folded[slot])
+        _require(
+            folded == position,
+            "recurrent_continuity",
+            f"{name} is at position {position}, its recurrent state has taken in {folded} tokens",
+        )
         if speculates(host.policy, sequence) and slots.speculating[slot]:
             _require(
                 draft_len == position,
@@ -86,6 +95,22 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
             )
 
 
+def _check_checkpoints(host: HostState, device: EngineState) -> None:
+    if host.checkpoints is None or device.checkpoints is None:
+        held = host.checkpoints is not None, device.checkpoints is not None
+        _require(held[0] == held[1], "state_structure", f"checkpoints of host and device are there: {held}")
+        return
+    check_checkpoints(host.checkpoints)
+    lengths = np.asarray(device.checkpoints.lengths)
+    for key, checkpoint in host.checkpoints.known.items():
+        _require(
+            lengths[checkpoint.index] == checkpoint.tokens and checkpoint.tokens % host.pool.page_size == 0,
+            "checkpoint_length",
+            f"checkpoint {checkpoint.index} of page {key.hex()[:8]} is of {checkpoint.tokens} tokens, on the device "
+            f"of {lengths[checkpoint.index]}",
+        )
+
+
 def _check_structure(models: Models, host: HostState, device: EngineState) -> None:
     num_slots, slot_pages = device.slots.block_table.shape
     num_pages, size = device.target_pages.k.shape[1:3]
@@ -105,6 +130,7 @@ def _check_structure(models: Models, host: HostState, device: EngineState) -> No
                 num_pages=num_pages,
                 page_size=size,
                 max_model_len=slot_pages * size,
+                checkpoints=0 if device.checkpoints is None else device.checkpoints.lengths.shape[0],
             )
         )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from dflash_jax.checkpoints import Tokenizer
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, quote
 from dflash_jax.settings import Section
 
 
@@ -104,6 +105,9 @@ class DraftSource(Source):
     shortlist: str | None = None
 
 
+_MEMORY = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*(?:([KMGT])i?)?B?\s*")
+
+
 class EngineConfig(Section):
     """Sizes and habits of an engine.
 
@@ -111,6 +115,9 @@ class EngineConfig(Section):
       max_slots: requests in flight at once.
       page_size: tokens in a page.
       num_pages: pages in the pool; by default as many as max_slots requests of full length need.
+      memory: bytes that pages, slots and checkpoints may take together, such as `2GiB`; it then decides on num_pages.
+      checkpoints: of a hybrid target, recurrent states kept at the ends of pages for the prefix cache; by default as
+        many as max_slots.
       max_model_len: longest prompt and output of a request together, in tokens.
       prefill_chunk: prompt tokens run in one step, at most.
       rounds_per_step: rounds the device runs before the host looks, at most.
@@ -123,6 +130,8 @@ class EngineConfig(Section):
     max_slots: int = Field(default=8, ge=1)
     page_size: int = Field(default=16, ge=1)
     num_pages: int | None = Field(default=None, ge=1)
+    memory: int | None = Field(default=None, ge=1, lt=2**60)
+    checkpoints: int | None = Field(default=None, ge=0)
     max_model_len: int = Field(default=512, ge=2)
     prefill_chunk: int = Field(default=128, ge=1)
     rounds_per_step: int = Field(default=1, ge=1)
@@ -131,10 +140,28 @@ class EngineConfig(Section):
     strict: bool = False
     donate: bool = True
 
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _read_memory(cls, value: Any) -> Any:
+        """Bytes of a number with a unit."""
+        if not isinstance(value, str):
+            return value
+        match = _MEMORY.fullmatch(value)
+        if match is None:
+            raise ValueError(f"{quote(value)} is no amount of memory; it must be bytes or a number with KiB, MiB or GiB")
+        return int(float(match[1]) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[match[2] or ""])
+
     @property
     def slot_pages(self) -> int:
         """Pages that one request of full length needs."""
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def kept_states(self) -> int:
+        """Checkpoints, if the target is a hybrid."""
+        if not self.prefix_cache:
+            return 0
+        return self.max_slots if self.checkpoints is None else self.checkpoints
 
     @property
     def pool_pages(self) -> int:

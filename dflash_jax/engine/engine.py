@@ -25,6 +25,7 @@ from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.host import NO_LIMIT, HostState, add, remove, restart, shift_times
 from dflash_jax.engine.init import empty_device, init_host, make_policy
+from dflash_jax.engine.memory import divide
 from dflash_jax.engine.output import Completion, Update, join_updates
 from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
 from dflash_jax.engine.request import SamplingParams
@@ -89,12 +90,12 @@ class Engine:
           ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
         """
         enable_compile_cache()
-        self.config = config or EngineConfig()
+        self.config = divide(config or EngineConfig(), models.target_config, models.draft_config)
         self.tokenizer = tokenizer
         self._clock = clock
         self._run = Runner(prepare(models, implementation), donate=self.config.donate, implementation=implementation)
         policy = make_policy(self.models, self.config, k, NO_LIMIT if max_context is None else max_context)
-        self.host = init_host(self.config, policy, self._run.identity)
+        self.host = init_host(self.config, policy, self._run.identity, models.target_config)
         self.state: EngineState = empty_device(self.models, self.config)
         self._read: Reader = NO_TEXT if tokenizer is None else TextReader(tokenizer)
 
@@ -412,7 +413,8 @@ class Engine:
         run = self._run
         twin._run = Runner(prepare(models, run.implementation), donate=run.donate, implementation=run.implementation)
         policy = make_policy(models, self.config, k, self.host.policy.draft_limit)
-        twin.host, twin.state = init_host(self.config, policy, twin._run.identity), empty_device(models, self.config)
+        twin.host = init_host(self.config, policy, twin._run.identity, models.target_config)
+        twin.state = empty_device(models, self.config)
         # What it was configured with names another draft.
         twin.setup = None
         return twin

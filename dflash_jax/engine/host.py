@@ -11,6 +11,7 @@ import dataclasses
 import numpy as np
 
 from dflash_jax.engine import display
+from dflash_jax.engine.checkpoints import CheckpointPool, empty_checkpoints
 from dflash_jax.engine.containers import Log, Queue
 from dflash_jax.engine.identity import ModelsIdentity
 from dflash_jax.engine.output import Update
@@ -52,12 +53,18 @@ class Counters:
       preemptions: times a request gave its pages back.
       fallbacks: requests that stopped speculating.
       damaged_drafts: (request, round) pairs in which the draft's scores were not finite.
+      checkpoint_hits, checkpoint_misses: admissions that found pages of a known prefix and, of a hybrid target, a
+        checkpoint at the end of one of them, or none.
+      tokens_run_again: tokens in known pages that were run again because no checkpoint stood at their end.
     """
 
     prefix_tokens_saved: int = 0
     preemptions: int = 0
     fallbacks: int = 0
     damaged_drafts: int = 0
+    checkpoint_hits: int = 0
+    checkpoint_misses: int = 0
+    tokens_run_again: int = 0
 
     def plus(self, **more: int) -> Counters:
         """With some of them increased."""
@@ -72,6 +79,7 @@ class HostState:
       policy: what plans depend on.
       models: the target and the draft that wrote the contexts on the device.
       pool: the account of pages.
+      checkpoints: the account of states kept at the ends of pages; None if the target has no recurrent state.
       waiting: requests without a slot by id, first to be served first.
       running: requests with a slot by id, oldest admission first.
       undelivered: updates that nobody has taken yet, by request id.
@@ -82,6 +90,7 @@ class HostState:
     policy: Policy
     models: ModelsIdentity
     pool: PagePool
+    checkpoints: CheckpointPool | None = None
     waiting: Queue[Sequence] = dataclasses.field(default_factory=Queue)
     running: Queue[Sequence] = dataclasses.field(default_factory=Queue)
     undelivered: Queue[Update] = dataclasses.field(default_factory=Queue)
@@ -168,11 +177,14 @@ def restart(host: HostState) -> HostState:
         misses=host.pool.misses,
         evictions=host.pool.evictions,
     )
-    return dataclasses.replace(host, running=Queue(), waiting=waiting, pool=pool)
+    checkpoints = None if host.checkpoints is None else empty_checkpoints(host.checkpoints.capacity)
+    return dataclasses.replace(host, running=Queue(), waiting=waiting, pool=pool, checkpoints=checkpoints)
 
 
 def _as_queued(sequence: Sequence) -> Sequence:
-    return dataclasses.replace(sequence, slot=None, pages=Log(), position=0, opened=False, published=0)
+    return dataclasses.replace(
+        sequence, slot=None, pages=Log(), position=0, opened=False, published=0, load=None, saves=()
+    )
 
 
 def shift_times(host: HostState, seconds: float) -> HostState:

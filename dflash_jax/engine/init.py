@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 
+from dflash_jax.engine.checkpoints import empty_checkpoints
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.host import NO_LIMIT, HostState, Policy
 from dflash_jax.engine.identity import ModelsIdentity, identify
+from dflash_jax.engine.memory import divide
 from dflash_jax.engine.pages import empty_pool
 from dflash_jax.engine.state import EngineState, Models, init_state
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.config import check_pair
+from dflash_jax.models.config import TargetConfig, check_pair
 
 _log = logging.getLogger(__name__)
 
@@ -29,14 +31,15 @@ def init(
     Raises:
       ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
     """
-    config = config or EngineConfig()
+    config = divide(config or EngineConfig(), models.target_config, models.draft_config)
     policy = make_policy(models, config, k, NO_LIMIT if max_context is None else max_context)
-    return init_host(config, policy, identify(models)), empty_device(models, config)
+    return init_host(config, policy, identify(models), models.target_config), empty_device(models, config)
 
 
-def init_host(config: EngineConfig, policy: Policy, identity: ModelsIdentity) -> HostState:
+def init_host(config: EngineConfig, policy: Policy, identity: ModelsIdentity, target: TargetConfig) -> HostState:
     """The host's half, without requests."""
-    return HostState(policy, identity, empty_pool(config.pool_pages, config.page_size))
+    checkpoints = empty_checkpoints(config.kept_states) if target.gated_delta_layers else None
+    return HostState(policy, identity, empty_pool(config.pool_pages, config.page_size), checkpoints)
 
 
 def empty_device(models: Models, config: EngineConfig, rows: int = 1) -> EngineState:
@@ -48,6 +51,7 @@ def empty_device(models: Models, config: EngineConfig, rows: int = 1) -> EngineS
         num_pages=config.pool_pages,
         page_size=config.page_size,
         max_model_len=config.max_model_len,
+        checkpoints=config.kept_states,
     )
 
 

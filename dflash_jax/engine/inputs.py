@@ -24,6 +24,8 @@ class PrefillInputs(struct.PyTreeNode):
       known_next: the token after the prompt, of a request that resumes; -1 to sample it.
       opens: the row's slot gets the row's entry first.
       entries: entries of the slots that are opened, one a row.
+      loads: the checkpoint that the recurrent state of a slot that is opened begins with; -1 for zeros.
+      saves: the checkpoint that keeps the recurrent state at the chunk's end; -1 for none.
     """
 
     idx_mapping: Int[Array, " rows"]
@@ -33,6 +35,8 @@ class PrefillInputs(struct.PyTreeNode):
     known_next: Int[Array, " rows"]
     opens: Bool[Array, " rows"]
     entries: Slots
+    loads: Int[Array, " rows"]
+    saves: Int[Array, " rows"]
 
 
 class DecodeInputs(struct.PyTreeNode):
@@ -74,6 +78,8 @@ def prefill_inputs(chunks: tuple[Chunk | None, ...], width: int, slot_pages: int
         known_next=known_next,
         opens=np.array([opening is not None for opening in openings]),
         entries=slot_entries(openings, slot_pages),
+        loads=_indices([None if opening is None else opening.load for opening in openings]),
+        saves=_indices([None if chunk is None else chunk.save for chunk in chunks]),
     )
     return PrefillInputs(**fields)
 
@@ -105,6 +111,7 @@ def slot_entries(openings: list[Opening | None], slot_pages: int) -> Slots:
         position=column(np.int32),
         anchor=column(np.int32),
         draft_len=column(np.int32),
+        folded=column(np.int32),
         block_table=column(np.int32, slot_pages, fill=-1),
         tokens_left=column(np.int32),
         stop_tokens=column(np.int32, MAX_STOP_TOKENS, fill=-1),
@@ -138,5 +145,9 @@ def slot_entries(openings: list[Opening | None], slot_pages: int) -> Slots:
     return entries
 
 
+def _indices(indices: list[int | None]) -> np.ndarray:
+    return np.array([-1 if index is None else index for index in indices], np.int32)
+
+
 def _mapping(rows: tuple[Chunk | Decode | None, ...]) -> np.ndarray:
-    return np.array([-1 if row is None else row.slot for row in rows], np.int32)
+    return _indices([None if row is None else row.slot for row in rows])

@@ -25,6 +25,7 @@ class Violation(enum.IntEnum):
     block_table_covers = 3
     position_monotone = 4
     finite_logits = 5
+    recurrent_continuity = 6
 
 
 MEANING = {
@@ -32,6 +33,7 @@ MEANING = {
     Violation.slot_exclusive: "a live slot is in one row at most",
     Violation.block_table_covers: "pages exist for every token a step may commit",
     Violation.position_monotone: "a slot's position only grows, by what was committed",
+    Violation.recurrent_continuity: "a slot's recurrent state has taken in every token before its position and no other",
     Violation.finite_logits: "the target's logits are finite numbers",
 }
 
@@ -56,6 +58,10 @@ def violations(
 
     continuous = ~drafting | (slots.draft_len[slot] == slots.position[slot])
 
+    folded = jnp.ones_like(live)
+    if state.recurrent is not None:
+        folded = slots.folded[slot] == slots.position[slot]
+
     same = (idx_mapping[:, None] == idx_mapping) & live[:, None]
     exclusive = same.sum(1) <= 1
 
@@ -73,6 +79,7 @@ def violations(
         (monotone, Violation.position_monotone),
         (covered, Violation.block_table_covers),
         (exclusive, Violation.slot_exclusive),
+        (folded, Violation.recurrent_continuity),
         (continuous, Violation.context_continuity),
     ):
         found = jnp.where(holds, found, int(code))

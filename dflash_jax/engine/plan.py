@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Sequenced
 
+from dflash_jax.engine.checkpoints import deepest, take, touch
 from dflash_jax.engine.host import HostState, Policy, preempt, speculates
 from dflash_jax.engine.pages import (
     allocate,
@@ -38,6 +39,7 @@ class Opening:
       tokens_left: tokens it may still produce.
       speculating: it is drafted for.
       draft_limit: context tokens past which it no longer drafts.
+      load: the checkpoint that its recurrent state begins with; None for zeros.
     """
 
     request: Request
@@ -46,6 +48,7 @@ class Opening:
     tokens_left: int
     speculating: bool
     draft_limit: int
+    load: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Chunk:
       last: the prompt ends with it.
       known_next: the token after the prompt, for a request that resumes; None to sample it.
       opening: the slot's new entry, with a prompt's first piece.
+      save: the checkpoint that keeps the recurrent state at the piece's end; None for none.
     """
 
     id: str
@@ -66,6 +70,7 @@ class Chunk:
     last: bool
     known_next: int | None
     opening: Opening | None
+    save: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +163,8 @@ def reserve(host: HostState, *, rounds: int) -> tuple[HostState, Plan]:
 def admit(host: HostState) -> HostState:
     """Moves requests from the queue into free slots while their prompts have pages.
 
-    With `prefix_cache`, full pages of a known prefix are shared; at least one token is left to run.
+    With `prefix_cache`, full pages of a known prefix are shared; at least one token is left to run. Those of a hybrid
+    target are shared up to the deepest page with a checkpoint.
     """
     free_slots = _free_slots(host)
     while host.waiting and free_slots:
@@ -166,6 +172,8 @@ def admit(host: HostState) -> HostState:
         full = (sequence.to_run - 1) // pool.page_size if host.policy.prefix_cache else 0
         sequence = sequence.hashed(full, pool.page_size)
         known = lookup(pool, sequence.hashes[:full])
+        host, resumption = _resume_from(host, sequence, len(known))
+        found, known = len(known), known[: resumption.pages]
         pool = share(pool, known)
         needed = pages_for(sequence.to_run, pool.page_size) - len(known)
         # A page for each running request's next tokens stays untouched, or a newcomer would be
@@ -177,11 +185,18 @@ def admit(host: HostState) -> HostState:
         pool, fresh = allocate(pool, needed)
         saved = len(known) * pool.page_size
         pool = dataclasses.replace(pool, hits=pool.hits + len(known), misses=pool.misses + full - len(known))
+        counters = host.counters.plus(prefix_tokens_saved=saved)
+        if host.checkpoints is not None and found:
+            again = (found - len(known)) * pool.page_size
+            hit = int(len(known) > 0)
+            counters = counters.plus(checkpoint_hits=hit, checkpoint_misses=1 - hit, tokens_run_again=again)
         sequence = dataclasses.replace(
             sequence,
             slot=free_slots.pop(0),
             pages=sequence.pages.extend(known + fresh),
             position=saved,
+            load=resumption.load,
+            saves=_saves(host, sequence, resumption.pages, found, full),
             published=len(known),
             cached_tokens=sequence.cached_tokens + saved,
         )
@@ -190,9 +205,40 @@ def admit(host: HostState) -> HostState:
             waiting=host.waiting.remove(sequence.id),
             running=host.running.append(sequence.id, sequence),
             pool=pool,
-            counters=host.counters.plus(prefix_tokens_saved=saved),
+            counters=counters,
         )
     return host
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resumption:
+    """Where a prompt is taken up: after how many known pages, and from which checkpoint."""
+
+    pages: int
+    load: int | None = None
+
+
+def _resume_from(host: HostState, sequence: Sequence, known: int) -> tuple[HostState, _Resumption]:
+    """How many of a sequence's known pages can be used; the checkpoint at their end becomes the most recently used."""
+    if host.checkpoints is None or known == 0:
+        return host, _Resumption(known)
+    pages, checkpoint = deepest(host.checkpoints, sequence.hashes[:known])
+    if checkpoint is None:
+        return host, _Resumption(0)
+    used = touch(host.checkpoints, sequence.hashes[pages - 1])
+    return dataclasses.replace(host, checkpoints=used), _Resumption(pages, checkpoint.index)
+
+
+def _saves(host: HostState, sequence: Sequence, shared: int, known: int, full: int) -> tuple[int, ...]:
+    """Numbers of pages at whose end a checkpoint will be of use.
+
+    The end of the last full page of the prompt, for whoever asks the same again or goes on from here, and the end of
+    the pages that were known: there this prompt departs from another, and more may do so.
+    """
+    useful = host.policy.prefix_cache and (host.policy.k == 0 or sequence.fallback is None)
+    if host.checkpoints is None or not useful:
+        return ()
+    return tuple(sorted({pages for pages in (known, full) if pages > shared}))
 
 
 def _take_pages(host: HostState, tokens: int) -> tuple[HostState, dict[str, tuple[int, ...]]]:
@@ -235,10 +281,14 @@ def take_chunks(host: HostState) -> tuple[HostState, list[Chunk], int]:
         if sequence.position >= sequence.to_run:
             continue
         stop = min(sequence.position + budget, sequence.to_run)
+        # A piece ends where the state is to be kept.
+        marks = [pages * host.pool.page_size for pages in sequence.saves]
+        stop = min([stop, *(mark for mark in marks if mark > sequence.position)])
         length = stop - sequence.position
         if chunks and (length > width or width * bucket(len(chunks) + 1, 1, policy.max_slots) > budget):
             break
         width = max(width, bucket(length, narrow, budget))
+        host, save = _room_to_save(host) if stop in marks else (host, None)
         chunks.append(
             Chunk(
                 id=sequence.id,
@@ -247,11 +297,20 @@ def take_chunks(host: HostState) -> tuple[HostState, list[Chunk], int]:
                 last=stop == sequence.to_run,
                 known_next=sequence.output[-1] if sequence.output else None,
                 opening=None if sequence.opened else _opening(policy, sequence),
+                save=save,
             )
         )
         opened = dataclasses.replace(sequence, opened=True)
         host = dataclasses.replace(host, running=host.running.replace(sequence.id, opened))
     return host, chunks, width
+
+
+def _room_to_save(host: HostState) -> tuple[HostState, int | None]:
+    """Room for a checkpoint, but not that of one whose request has yet to begin with it."""
+    assert host.checkpoints is not None
+    pinned = {sequence.load for sequence in host.running if not sequence.opened and sequence.load is not None}
+    checkpoints, index = take(host.checkpoints, pinned)
+    return dataclasses.replace(host, checkpoints=checkpoints), index
 
 
 def bucket(count: int, smallest: int, largest: int | None = None) -> int:
@@ -270,6 +329,7 @@ def _opening(policy: Policy, sequence: Sequence) -> Opening:
         tokens_left=sequence.request.limit - len(sequence.output),
         speculating=speculates(policy, sequence),
         draft_limit=policy.draft_limit,
+        load=sequence.load,
     )
 
 

@@ -16,7 +16,7 @@ from dflash_jax.engine.output import Update
 from dflash_jax.engine.plan import Plan, make_plan
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.state import EngineState, Models, mark_donated
-from dflash_jax.engine.steps import Report, give_pages, open_slots, prefill, run_rounds
+from dflash_jax.engine.steps import Report, give_pages, open_slots, prefill, run_rounds, save_checkpoints
 from dflash_jax.kernels.dispatch import Implementation
 
 
@@ -116,7 +116,7 @@ def place_rounds(device: EngineState, plan: Plan) -> EngineState:
 
 def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, implementation):
     state = open_slots(state, inputs)
-    return prefill(
+    state, report = prefill(
         models,
         state,
         inputs.tokens,
@@ -125,6 +125,7 @@ def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, im
         inputs.known_next,
         implementation=implementation,
     )
+    return save_checkpoints(state, inputs.saves), report
 
 
 def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, *, drafts, rounds, implementation):

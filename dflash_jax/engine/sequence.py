@@ -21,6 +21,8 @@ class Sequence:
       pages: its physical pages in order of position.
       position: tokens in its pages.
       opened: its slot holds its entry; the first chunk of its prompt writes it.
+      load: the checkpoint that its slot's recurrent state begins with.
+      saves: numbers of pages at whose end its recurrent state is to be kept.
       published: how many of `pages` are known to the prefix cache.
       hashes: of its full pages, as far as they were needed.
       produced_per_round: tokens that each round added to the output.
@@ -39,6 +41,8 @@ class Sequence:
     pages: Log[int] = dataclasses.field(default_factory=Log)
     position: int = 0
     opened: bool = False
+    load: int | None = None
+    saves: tuple[int, ...] = ()
     published: int = 0
     hashes: Log[bytes] = dataclasses.field(default_factory=Log)
     produced_per_round: Log[int] = dataclasses.field(default_factory=Log)

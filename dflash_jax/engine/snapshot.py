@@ -17,6 +17,7 @@ import immutables
 import jax
 import orbax.checkpoint as ocp
 
+from dflash_jax.engine.checkpoints import Checkpoint, CheckpointPool
 from dflash_jax.engine.containers import Log, Queue
 from dflash_jax.engine.host import Counters, HostState, Policy
 from dflash_jax.engine.identity import ModelIdentity, ModelsIdentity
@@ -28,7 +29,7 @@ from dflash_jax.engine.state import EngineState
 from dflash_jax.errors import CheckpointError
 
 _STATE, _HOST = "state", "host.json"
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +117,25 @@ def _to_json(snapshot: HostSnapshot) -> dict[str, Any]:
             "misses": pool.misses,
             "evictions": pool.evictions,
         },
+        "checkpoints": None if host.checkpoints is None else _checkpoints_to_json(host.checkpoints),
         "setup": snapshot.setup,
         "shape_of": snapshot.shape_of,
     }
+
+
+def _checkpoints_to_json(pool: CheckpointPool) -> dict[str, Any]:
+    return {
+        "capacity": pool.capacity,
+        "free": list(pool.free),
+        "known": [[key.hex(), checkpoint.index, checkpoint.tokens] for key, checkpoint in pool.known.items()],
+        "evictions": pool.evictions,
+    }
+
+
+def _checkpoints_from_json(values: dict[str, Any]) -> CheckpointPool:
+    known = ((bytes.fromhex(key), Checkpoint(index, tokens)) for key, index, tokens in values["known"])
+    free = Queue((index, index) for index in values["free"])
+    return CheckpointPool(values["capacity"], free, Queue(known), values["evictions"])
 
 
 def _from_json(values: dict[str, Any]) -> HostSnapshot:
@@ -146,6 +163,7 @@ def _from_json(values: dict[str, Any]) -> HostSnapshot:
             misses=pool["misses"],
             evictions=pool["evictions"],
         ),
+        checkpoints=None if values["checkpoints"] is None else _checkpoints_from_json(values["checkpoints"]),
         waiting=Queue((sequence.id, sequence) for sequence in waiting),
         running=Queue((sequence.id, sequence) for sequence in running),
         undelivered=Queue((update.id, update) for update in updates),
@@ -179,6 +197,7 @@ def _sequence_from_json(values: dict[str, Any]) -> Sequence:
             **logs,
             "drafted_blocks": Log(tuple(block) for block in values["drafted_blocks"]),
             "hashes": Log(),
+            "saves": tuple(values["saves"]),
             "request": Request(
                 id=request["id"],
                 prompt=tuple(request["prompt"]),

@@ -20,6 +20,7 @@ from dflash_jax.errors import StateError
 from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig
 from dflash_jax.models.lm_head import LmHead
+from dflash_jax.models.recurrent import Recurrent, init_recurrent
 from dflash_jax.models.weights import TargetParams
 from dflash_jax.sampling import Sampler
 
@@ -65,6 +66,7 @@ class Slots(struct.PyTreeNode):
         anchor, which is committed but has not been run.
       anchor: last committed token.
       draft_len: tokens in the draft's pages; equal to position whenever the slot drafts.
+      folded: tokens in the recurrent state; equal to position in a hybrid target, and 0 in others.
       block_table: physical page of each logical page, for target and draft alike; -1 where none.
       tokens_left: tokens the request may still produce.
       stop_tokens: token ids that finish it, padded with -1.
@@ -79,6 +81,7 @@ class Slots(struct.PyTreeNode):
     position: Int[Array, " slots"]
     anchor: Int[Array, " slots"]
     draft_len: Int[Array, " slots"]
+    folded: Int[Array, " slots"]
     block_table: Int[Array, "slots slot_pages"]
     tokens_left: Int[Array, " slots"]
     stop_tokens: Int[Array, "slots stop_tokens"]
@@ -90,6 +93,18 @@ class Slots(struct.PyTreeNode):
     violation: Int[Array, " slots"]
 
 
+class Checkpoints(struct.PyTreeNode):
+    """Recurrent states kept for prefixes.
+
+    Attributes:
+      states: of all checkpoints, in the place of slots.
+      lengths: tokens that were folded into each.
+    """
+
+    states: Recurrent
+    lengths: Int[Array, " checkpoints"]
+
+
 class EngineState(struct.PyTreeNode):
     """Everything on the device.
 
@@ -98,12 +113,16 @@ class EngineState(struct.PyTreeNode):
       slots: per-request state.
       target_pages: keys and values of the target, [layers, pages, page_size, kv_heads, head_dim].
       draft_pages: of the draft's context; physical page n holds the same tokens as the target's.
+      recurrent: the slots' recurrent states, of a hybrid target.
+      checkpoints: states kept at the ends of pages, of a hybrid target.
     """
 
     rows: Rows
     slots: Slots
     target_pages: KeyValues
     draft_pages: KeyValues | None
+    recurrent: Recurrent | None = None
+    checkpoints: Checkpoints | None = None
 
     def __repr__(self) -> str:
         return display.state_text(self)
@@ -148,7 +167,10 @@ class _Donated:
 def mark_donated(state: EngineState) -> None:
     """Makes whoever still holds a state whose memory was used again be told so when they look at it."""
     donated = _Donated()
-    for node in (state, state.rows, state.slots, state.slots.sampler, state.target_pages, state.draft_pages):
+    nodes = [state, state.rows, state.slots, state.slots.sampler, state.target_pages, state.draft_pages, state.recurrent]
+    if state.checkpoints is not None:
+        nodes += [state.checkpoints, state.checkpoints.states]
+    for node in nodes:
         if node is not None:
             for field in dataclasses.fields(node):
                 if isinstance(getattr(node, field.name), jax.Array):
@@ -167,7 +189,14 @@ def init_pages(config: TransformerConfig, num_pages: int, page_size: int, dtype:
 
 
 def init_state(
-    models: Models, *, rows: int, slots: int, num_pages: int, page_size: int, max_model_len: int
+    models: Models,
+    *,
+    rows: int,
+    slots: int,
+    num_pages: int,
+    page_size: int,
+    max_model_len: int,
+    checkpoints: int = 0,
 ) -> EngineState:
     """A state with no requests in it.
 
@@ -177,6 +206,7 @@ def init_state(
       slots: requests that can be in flight.
       num_pages, page_size: the page pool, shared by target and draft.
       max_model_len: longest prompt and output of a request together, in tokens.
+      checkpoints: states that can be kept at the ends of pages; only for hybrid targets.
     """
 
     # Every leaf gets a buffer of its own: the state is donated, and a buffer can be donated only once.
@@ -193,6 +223,7 @@ def init_state(
             position=full(0, jnp.int32),
             anchor=full(0, jnp.int32),
             draft_len=full(0, jnp.int32),
+            folded=full(0, jnp.int32),
             block_table=full(-1, jnp.int32, -(-max_model_len // page_size)),
             tokens_left=full(0, jnp.int32),
             stop_tokens=full(-1, jnp.int32, MAX_STOP_TOKENS),
@@ -211,4 +242,11 @@ def init_state(
         ),
         target_pages=init_pages(models.target_config, num_pages, page_size, dtype),
         draft_pages=draft_pages,
+        recurrent=init_recurrent(models.target_config, slots, dtype),
+        checkpoints=_init_checkpoints(models.target_config, checkpoints, dtype),
     )
+
+
+def _init_checkpoints(config: TargetConfig, count: int, dtype: jnp.dtype) -> Checkpoints | None:
+    states = init_recurrent(config, count, dtype)
+    return None if states is None else Checkpoints(states, jnp.zeros((count,), jnp.int32))

@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Int
 
 from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.engine.invariants import Violation, violations
-from dflash_jax.engine.state import EngineState, Models, Rows, Slots
+from dflash_jax.engine.state import Checkpoints, EngineState, Models, Rows, Slots
 from dflash_jax.engine.verification import verify_hidden
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.drafters import Proposal, drafter_of, without_damage
+from dflash_jax.models.recurrent import commit
 from dflash_jax.models.target import Extension, extend
 from dflash_jax.sampling import Sampler
 
@@ -59,7 +60,43 @@ def open_slots(state: EngineState, inputs: PrefillInputs) -> EngineState:
     # One past the end: a scatter in "drop" mode leaves such rows out.
     slot = jnp.where(inputs.opens & (inputs.idx_mapping >= 0), inputs.idx_mapping, num_slots)
     slots = jax.tree.map(lambda all_, new: all_.at[slot].set(new, mode="drop"), state.slots, inputs.entries)
-    return state.replace(rows=Rows(jnp.asarray(inputs.idx_mapping)), slots=slots)
+    state = state.replace(rows=Rows(jnp.asarray(inputs.idx_mapping)), slots=slots)
+    if state.recurrent is None:
+        return state
+    return _begin_recurrent(state, slot, inputs.loads)
+
+
+def _begin_recurrent(state: EngineState, slot: Int[Array, " rows"], loads: Int[Array, " rows"]) -> EngineState:
+    """The state with the recurrent state of some slots set to a checkpoint's, or to zeros where `loads` is -1."""
+    assert state.recurrent is not None and state.checkpoints is not None
+    loaded, index = loads >= 0, jnp.maximum(loads, 0)
+
+    def begin(all_, kept):
+        if kept.shape[1] == 0:
+            return all_.at[:, slot].set(0, mode="drop")
+        rows = jnp.where(loaded.reshape(1, -1, *[1] * (kept.ndim - 2)), kept[:, index], 0)
+        return all_.at[:, slot].set(rows, mode="drop")
+
+    folded = jnp.zeros_like(loads)
+    if state.checkpoints.lengths.shape[0]:
+        folded = jnp.where(loaded, state.checkpoints.lengths[index], 0)
+    return state.replace(
+        recurrent=jax.tree.map(begin, state.recurrent, state.checkpoints.states),
+        slots=state.slots.replace(folded=state.slots.folded.at[slot].set(folded, mode="drop")),
+    )
+
+
+def save_checkpoints(state: EngineState, saves: Int[Array, " rows"]) -> EngineState:
+    """The state with the rows' recurrent states kept in checkpoints; nothing is kept where `saves` is -1."""
+    if state.recurrent is None or state.checkpoints is None or not state.checkpoints.lengths.shape[0]:
+        return state
+    slot = jnp.maximum(state.rows.idx_mapping, 0)
+    index = jnp.where(saves >= 0, saves, state.checkpoints.lengths.shape[0])
+    kept = jax.tree.map(
+        lambda all_, slots: all_.at[:, index].set(slots[:, slot], mode="drop"), state.checkpoints.states, state.recurrent
+    )
+    lengths = state.checkpoints.lengths.at[index].set(state.slots.folded[slot], mode="drop")
+    return state.replace(checkpoints=Checkpoints(kept, lengths))
 
 
 def give_pages(state: EngineState, inputs: DecodeInputs) -> EngineState:
@@ -101,9 +138,8 @@ def prefill(
     live &= violation == 0
     sampler = _sampler_of(slots, slot, live)
 
-    extension = _extend(
-        models, state, jnp.where(live, idx_mapping, -1), tokens, jnp.where(live, q_len, 0), implementation
-    )
+    rows = jnp.where(live, idx_mapping, -1)
+    extension = _extend(models, state, rows, tokens, jnp.where(live, q_len, 0), implementation, prefill=True)
     final = jnp.take_along_axis(extension.hidden, jnp.maximum(q_len - 1, 0)[:, None, None], axis=1)
     none = _no_proposal(idx_mapping.shape[0])
     verdict = verify_hidden(
@@ -264,13 +300,17 @@ def _propose(models: Models, state: EngineState, idx_mapping, sampler: Sampler, 
     )
 
 
-def _extend(models: Models, state: EngineState, idx_mapping, tokens, q_len, implementation) -> Extension:
+def _extend(
+    models: Models, state: EngineState, idx_mapping, tokens, q_len, implementation, *, prefill: bool = False
+) -> Extension:
     return extend(
         models.target,
         models.target_config,
         state.target_context(idx_mapping),
         tokens,
         q_len,
+        recurrent=state.recurrent,
+        prefill=prefill,
         feature_layers=models.feature_layers,
         implementation=implementation,
     )
@@ -296,7 +336,10 @@ def _commit(
     count: Int[Array, " rows"],
     implementation: Implementation | None,
 ) -> EngineState:
-    """Appends the first `count` of each row's tokens to its target context and, where `drafting`, draft context."""
+    """Appends the first `count` of each row's tokens to its target context and, where `drafting`, draft context.
+
+    A hybrid target's recurrent states take in the same tokens and no others.
+    """
     slot = jnp.maximum(idx_mapping, 0)
     position, draft_len = state.slots.position[slot], state.slots.draft_len[slot]
     target_pages = state.target_context(idx_mapping).write(extension.entries, count, implementation=implementation)
@@ -307,10 +350,16 @@ def _commit(
         entries = drafter.context_entries(models.draft, models.draft_config, extension.features, positions)
         draft_context = state.draft_context(jnp.where(drafting, idx_mapping, -1))
         draft_pages = draft_context.write(entries, count, implementation=implementation)
+    recurrent, folded = state.recurrent, state.slots.folded[slot]
+    if recurrent is not None:
+        assert extension.changes is not None
+        recurrent = commit(recurrent, extension.changes, idx_mapping, count, implementation=implementation)
+        folded += count
     after = _update(
-        state.replace(target_pages=target_pages, draft_pages=draft_pages),
+        state.replace(target_pages=target_pages, draft_pages=draft_pages, recurrent=recurrent),
         idx_mapping,
         position=position + count,
+        folded=folded,
         draft_len=jnp.where(drafting, draft_len + count, draft_len),
     )
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)

@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from rich.console import Console
 from rich.markup import escape
@@ -14,10 +13,9 @@ from rich.table import Table
 
 from dflash_jax.checkpoints import Description, describe
 from dflash_jax.engine.config import EngineConfig
-from dflash_jax.engine.state import Models, init_pages, init_state
+from dflash_jax.engine.memory import Sizes, divide, sizes_of
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig, check_pair
-from dflash_jax.models.weights import TargetParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,32 +23,23 @@ class Memory:
     """Bytes that a model, or a pair, takes on the device.
 
     Attributes:
-      weights: all its parameters.
-      page: one page of it.
-      slot_pages: the pages of one request of full length.
-      slot_state: what a slot takes beside its pages, and whatever the models.
+      weights: all parameters.
+      sizes: of a page, a slot and a checkpoint.
       pool: all pages.
+      slots: all slots, recurrent states included.
+      checkpoints: all recurrent states kept for prefixes.
     """
 
     weights: int
-    page: int
-    slot_pages: int
-    slot_state: int
+    sizes: Sizes
     pool: int
+    slots: int
+    checkpoints: int
 
     @property
     def total(self) -> int:
-        """Weights and pages."""
-        return self.weights + self.pool
-
-    def __add__(self, other: Memory) -> Memory:
-        return Memory(
-            self.weights + other.weights,
-            self.page + other.page,
-            self.slot_pages + other.slot_pages,
-            self.slot_state,
-            self.pool + other.pool,
-        )
+        """All of it."""
+        return self.weights + self.pool + self.slots + self.checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,20 +47,16 @@ class Inspection:
     """A checkpoint, or a target with its draft.
 
     Attributes:
-      models: descriptions with their memory, the target first.
+      models: descriptions, the target first.
       engine: the sizes that the memory is for.
       k: tokens to draft in a round; None without a draft.
+      memory: of all models together.
     """
 
-    models: tuple[tuple[Description, Memory], ...]
+    models: tuple[Description, ...]
     engine: EngineConfig
     k: int | None
-
-    @property
-    def memory(self) -> Memory:
-        """Of all models together."""
-        first, *rest = (memory for _, memory in self.models)
-        return sum(rest, start=first)
+    memory: Memory
 
 
 def inspect_checkpoint(
@@ -111,47 +96,28 @@ def inspect_checkpoint(
             raise ConfigError(f"k is {k}; it must be 1 or more")
     elif k is not None:
         raise ConfigError(f"k is {k}, but there is no draft to propose tokens")
-    models = tuple((each, _memory(each, engine)) for each in found)
-    return Inspection(models, engine, k)
+    first, *others = (each.config for each in found)
+    if isinstance(first, TargetConfig):
+        engine = divide(engine, first, *(others or [None]))
+    return Inspection(tuple(found), engine, k, _memory(found, engine))
 
 
-def _memory(description: Description, engine: EngineConfig) -> Memory:
-    dtype = jnp.dtype(engine.dtype)
-    page = _bytes(jax.eval_shape(lambda: init_pages(description.config, 1, engine.page_size, dtype)))
+def _memory(found: list[Description], engine: EngineConfig) -> Memory:
+    sizes = sizes_of(engine, *(each.config for each in found))
+    itemsize = jnp.dtype(engine.dtype).itemsize
     return Memory(
-        weights=description.parameters * dtype.itemsize,
-        page=page,
-        slot_pages=engine.slot_pages * page,
-        slot_state=_slot_state(description.config, engine),
-        pool=engine.pool_pages * page,
+        weights=sum(each.parameters for each in found) * itemsize,
+        sizes=sizes,
+        pool=engine.pool_pages * sizes.page,
+        slots=engine.max_slots * sizes.slot,
+        checkpoints=engine.kept_states * sizes.checkpoint,
     )
-
-
-def _slot_state(config: TransformerConfig, engine: EngineConfig) -> int:
-    def slots() -> Any:
-        # Only the sizes matter, and no slot entry depends on the models.
-        nothing = jnp.zeros((1, 1), engine.dtype)
-        models = Models(TargetParams(embedding=nothing, layers=(), norm=nothing[0]), _as_target(config))
-        return init_state(
-            models, rows=1, slots=1, num_pages=1, page_size=engine.page_size, max_model_len=engine.max_model_len
-        ).slots
-
-    return _bytes(jax.eval_shape(slots))
-
-
-def _as_target(config: TransformerConfig) -> TargetConfig:
-    shared = {field.name: getattr(config, field.name) for field in dataclasses.fields(TransformerConfig)}
-    return config if isinstance(config, TargetConfig) else TargetConfig(**shared)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def print_inspection(inspection: Inspection) -> None:
     """Prints an inspection on stdout."""
     console = Console(highlight=False)
-    for description, _ in inspection.models:
+    for description in inspection.models:
         console.print(escape(f"{description.role} {description.source}"), soft_wrap=True)
         console.print(_model_table(description, inspection.k))
     console.print("memory" if len(inspection.models) == 1 else "memory, target and draft together")
@@ -208,16 +174,19 @@ def _layers(config: TransformerConfig) -> str:
 
 
 def _memory_table(inspection: Inspection) -> Table:
-    memory, engine = inspection.memory, inspection.engine
+    memory, sizes, engine = inspection.memory, inspection.memory.sizes, inspection.engine
     table = Table(show_header=False)
     table.add_row("weights", f"{human(memory.weights)} in {engine.dtype}")
-    table.add_row("a page", f"{human(memory.page)} for {engine.page_size} tokens")
-    table.add_row(
-        "a slot", f"{human(memory.slot_pages)} in {engine.slot_pages} pages for {engine.max_model_len} tokens"
-    )
-    table.add_row("", f"and {human(memory.slot_state)} of its own")
-    table.add_row("the pool", f"{human(memory.pool)} in {engine.pool_pages} pages for {engine.max_slots} slots")
-    table.add_row("together", human(memory.total + engine.max_slots * memory.slot_state))
+    table.add_row("a page", f"{human(sizes.page)} for {engine.page_size} tokens")
+    longest = human(engine.slot_pages * sizes.page)
+    table.add_row("a slot", f"{longest} in {engine.slot_pages} pages for {engine.max_model_len} tokens")
+    table.add_row("", f"and {human(sizes.slot)} of its own{', with its recurrent state' if sizes.checkpoint else ''}")
+    table.add_row("the pool", f"{human(memory.pool)} in {engine.pool_pages} pages")
+    table.add_row("the slots", f"{human(memory.slots)} for {engine.max_slots} requests at once")
+    if sizes.checkpoint:
+        kept = f"{engine.kept_states} recurrent states of {human(sizes.checkpoint)} kept for prefixes"
+        table.add_row("checkpoints", f"{human(memory.checkpoints)} in {kept}")
+    table.add_row("together", human(memory.total))
     if inspection.k is not None:
         table.add_row("a round", f"drafts {inspection.k} and verifies {1 + inspection.k} tokens of each request")
     return table
