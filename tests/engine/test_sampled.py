@@ -50,6 +50,6 @@ def test_top_k_of_one_is_greedy():
 def test_sampled_requests_resume_after_preemption_with_the_same_tokens():
     served = engine(PAIR, pages=6)
     completions = served.generate([p for p in prompts(PAIR)[1:4]], hot(5))
-    assert served.host.preemptions > 0
+    assert served.host.counters.preemptions > 0
     for completion, prompt in zip(completions, prompts(PAIR)[1:4], strict=True):
         assert completion.token_ids == alone(PAIR, tuple(prompt), tuple(hot(5).items())).token_ids
