@@ -19,7 +19,9 @@ from tests.checkpoints.conftest import DFLASH2, QWEN3, random_params
 from tests.checkpoints.test_tokenizer import byte_level
 from tests.training.recall import write_data
 
-CONFIGS = sorted([*Path("configs").glob("*.yaml"), *Path("drafters").glob("*/recipe/*.yaml")])
+# A recipe's base is no run: its stages extend it.
+RECIPES = (file for file in Path("drafters").glob("*/recipe/*.yaml") if file.name != "base.yaml")
+CONFIGS = sorted([*Path("configs").glob("*.yaml"), *RECIPES])
 TARGET = dataclasses.replace(QWEN3, vocab_size=260, eos_token_ids=(257,), max_position=4096)
 DRAFT = dataclasses.replace(DFLASH2, vocab_size=260, mask_token_id=259, num_target_layers=2)
 
@@ -59,7 +61,7 @@ def of_a_corpus(fields: dict[str, Any], tiny: Path, tmp: Path) -> list[str]:
     fields["engine"] |= {"max_slots": 2, "max_model_len": 4096}
     # Hot enough that one token in 260 ends a message.
     fields |= {"output": str(tmp / "corpus.jsonl"), "conversations": 6, "answer_tokens": 8}
-    if "requests" not in fields and "prompts" not in fields:
+    if "instructions" not in fields and "prompts" not in fields:
         fields |= {"question_temperature": 50.0, "question_min_p": 0.0, "question_tokens": 400}
     return ["data", "generate"]
 

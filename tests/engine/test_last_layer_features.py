@@ -7,8 +7,6 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_jax.training.feature_cache import CachedFeatures
-from tests.training.test_data import opened, write_data
 
 from dflash_jax import ConfigError, Engine, EngineConfig
 from dflash_jax.checkpoints import load_target
@@ -16,8 +14,11 @@ from dflash_jax.engine import Models
 from dflash_jax.models.draft import context_entries
 from dflash_jax.models.matrix import Matrix
 from dflash_jax.models.target import lm_head
+from dflash_jax.training.data.feature_cache import CachedFeatures
 from dflash_jax.training.data.features import FeatureExtractor, run_sequences
 from tests.pairs import GOLDEN, PAIRS, SAMPLING, SIZES, cases, models, tensors
+from tests.training.data.test_feature_cache import opened
+from tests.training.recall import write_data
 
 PAIR = PAIRS[0]
 TOLERANCE = 2e-4
