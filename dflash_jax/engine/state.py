@@ -184,7 +184,7 @@ def is_donated(state: EngineState) -> bool:
 
 def init_pages(config: TransformerConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KeyValues:
     """An empty page pool of one model."""
-    shape = (config.num_layers, num_pages, page_size, config.num_kv_heads, config.head_dim)
+    shape = (len(config.attention_layers), num_pages, page_size, config.num_kv_heads, config.head_dim)
     return KeyValues(k=jnp.zeros(shape, dtype), v=jnp.zeros(shape, dtype))
 
 

@@ -25,6 +25,7 @@ class RopeConfig:
       low_freq_factor, high_freq_factor: the band that "llama3" interpolates over.
       beta_fast, beta_slow: the band that "yarn" interpolates over, in rotations.
       attention_factor: what "yarn" multiplies cos and sin by.
+      partial: the part of each head that turns, from its first channel on.
     """
 
     theta: float = 10_000.0
@@ -36,16 +37,64 @@ class RopeConfig:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    partial: float = 1.0
+
+    def rotated(self, head_dim: int) -> int:
+        """How many channels of a head turn."""
+        return int(head_dim * self.partial)
 
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
-    """A mixture-of-experts MLP: softmax router, top-k experts, SwiGLU each."""
+    """A mixture-of-experts MLP: softmax router, top-k experts, SwiGLU each.
+
+    Attributes:
+      num_experts, experts_per_token: experts, and how many of them a token passes.
+      intermediate_size: of an expert.
+      normalize_top_k: whether the shares of a token's experts are made to sum to 1.
+      shared_intermediate_size: of the expert that every token passes, by a gate of its own; None if there is none.
+    """
 
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     normalize_top_k: bool
+    shared_intermediate_size: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaConfig:
+    """A Gated DeltaNet layer (arXiv 2412.06464): a state per value head in place of keys and values.
+
+    Attributes:
+      num_key_heads: heads of queries and of keys.
+      num_value_heads: heads of values; each key head serves a whole group of them.
+      key_dim, value_dim: channels of a head.
+      conv_width: inputs that the causal convolution before the heads sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError(
+                f"linear_num_key_heads {self.num_key_heads} does not divide linear_num_value_heads "
+                f"{self.num_value_heads}; every key head serves a whole group of value heads"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: all queries, all keys, all values."""
+        return 2 * self.num_key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Channels of all value heads."""
+        return self.num_value_heads * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +105,13 @@ class LayerConfig:
       window: attention reaches positions with |query - key| < window; None reaches all.
       causal: whether a query sees only keys at or before it.
       moe: the mixture of experts in place of the dense MLP, if any.
+      gated_delta: the Gated DeltaNet in place of attention, if any.
     """
 
     window: int | None = None
     causal: bool = True
     moe: MoeConfig | None = None
+    gated_delta: GatedDeltaConfig | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -69,7 +120,15 @@ class LayerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes that targets and drafts share."""
+    """What targets and drafts share.
+
+    Attributes:
+      vocab_size, ..., layers: sizes and layers.
+      qk_norm: queries and keys are normalised per head.
+      attention_bias: attention's projections have biases.
+      attention_gate: attention's output is multiplied by a gate, which `q_proj` gives beside each head's query.
+      zero_centred_norms: all norms multiply by 1 + weight; but not that of a Gated DeltaNet's output.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -82,6 +141,8 @@ class TransformerConfig:
     layers: tuple[LayerConfig, ...]
     qk_norm: bool
     attention_bias: bool
+    attention_gate: bool = False
+    zero_centred_norms: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -91,11 +152,31 @@ class TransformerConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd; rotary embedding needs an even one")
+        rotated = self.rope.rotated(self.head_dim)
+        if rotated < 2 or rotated % 2 or rotated > self.head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor {self.rope.partial} turns {rotated} of the {self.head_dim} channels of a head, "
+                f"but it must turn an even number of them, from 2 to {self.head_dim}"
+            )
+        if not self.attention_layers:
+            raise ConfigError("no layer is of attention, but one at least must be")
+        if len({layer.gated_delta for layer in self.layers} - {None}) > 1:
+            raise ConfigError("Gated DeltaNet layers are of several shapes, but all must be of one")
 
     @property
     def num_layers(self) -> int:
         """Depth of the model."""
         return len(self.layers)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that have keys and values; a layer's rank among them is its layer in the pages."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.gated_delta is None)
+
+    @property
+    def gated_delta_layers(self) -> tuple[int, ...]:
+        """The layers that have states; a layer's rank among them is its layer in `Recurrent`."""
+        return tuple(index for index, layer in enumerate(self.layers) if layer.gated_delta is not None)
 
 
 @dataclasses.dataclass(frozen=True)

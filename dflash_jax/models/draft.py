@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig
-from dflash_jax.models.layers import linear, mlp, project_kv, project_q, rms_norm
+from dflash_jax.models.layers import linear, mlp, norm, project_kv, project_q
 from dflash_jax.models.weights import AttentionWeights, ConvWeights, DraftParams, MlpWeights
 
 
@@ -33,7 +33,7 @@ def context_entries(
       positions: absolute position of each token.
     """
     with jax.named_scope("context_features"):
-        context = rms_norm(features @ params.fc, params.hidden_norm, config.rms_norm_eps)
+        context = norm(features @ params.fc, params.hidden_norm, config)
         pairs = [project_kv(context, positions, layer.attention, config) for layer in params.layers]
     return KeyValues(k=jnp.stack([k for k, _ in pairs]), v=jnp.stack([v for _, v in pairs]))
 
@@ -89,7 +89,7 @@ def run_block(
     q_len = jnp.full((rows,), 1 + drafts, jnp.int32)
 
     def attend(index, weights, layer, normed):
-        q = project_q(normed, positions, weights, config)
+        q, _ = project_q(normed, positions, weights, config)
         k, v = project_kv(normed, positions, weights, config)
         return context.attend(
             index,
@@ -121,14 +121,14 @@ def run_layers(
             return linear(mixed.reshape(*normed.shape[:2], -1), weights.attention.o_proj)
 
         with jax.named_scope("draft_attention"):
-            normed = rms_norm(x, weights.input_norm, config.rms_norm_eps)
+            normed = norm(x, weights.input_norm, config)
             x = x + _convolved(attention, normed, weights.attention_conv, config)
         with jax.named_scope("draft_mlp"):
             assert isinstance(weights.mlp, MlpWeights)
             dense = weights.mlp
-            normed = rms_norm(x, weights.post_attention_norm, config.rms_norm_eps)
+            normed = norm(x, weights.post_attention_norm, config)
             x = x + _convolved(lambda h, dense=dense: mlp(h, dense), normed, weights.mlp_conv, config)
-    return rms_norm(x, params.norm, config.rms_norm_eps)
+    return norm(x, params.norm, config)
 
 
 def _convolved(sublayer, normed, weights: ConvWeights | None, config: DraftConfig):

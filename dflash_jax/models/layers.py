@@ -27,17 +27,31 @@ def rms_norm(
     x: Float[Array, "*batch channels"], weight: Float[Array, " channels"], eps: float
 ) -> Float[Array, "*batch channels"]:
     """RMSNorm over the last axis (arXiv 1910.07467)."""
+    return weight * _normalised(x, eps).astype(x.dtype)
+
+
+def norm(
+    x: Float[Array, "*batch channels"], weight: Float[Array, " channels"], config: TransformerConfig
+) -> Float[Array, "*batch channels"]:
+    """RMSNorm as the model has it."""
+    if not config.zero_centred_norms:
+        return rms_norm(x, weight, config.rms_norm_eps)
+    return (_normalised(x, config.rms_norm_eps) * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+
+
+def _normalised(x: Float[Array, "*batch channels"], eps: float) -> Float[Array, "*batch channels"]:
+    """In float32."""
     x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return weight * (x32 * scale).astype(x.dtype)
+    return x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
 
 
 def inverse_wavelengths(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Radians per position of each rotary pair, float32 [head_dim // 2].
+    """Radians per position of each rotary pair, float32 [half as many as channels that turn].
 
     Follows transformers' `modeling_rope_utils.py`; "llama3" is Llama 3.1's band interpolation and
     "yarn" is arXiv 2309.00071.
     """
+    head_dim = rope.rotated(head_dim)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = (1.0 / np.power(np.float32(rope.theta), exponents)).astype(np.float32)
     match rope.kind:
@@ -63,12 +77,13 @@ def inverse_wavelengths(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def apply_rope(
     x: Float[Array, "rows tokens heads head_dim"], positions: Int[Array, "rows tokens"], rope: RopeConfig
 ) -> Float[Array, "rows tokens heads head_dim"]:
-    """Rotates pairs (i, i + head_dim / 2) of each head by its position (Hugging Face's half-split layout)."""
+    """Rotates pairs (i, i + rotated / 2) of each head by its position (Hugging Face's half-split layout)."""
+    rotated = rope.rotated(x.shape[-1])
     angles = positions[..., None, None].astype(jnp.float32) * inverse_wavelengths(rope, x.shape[-1])
     cos = (jnp.cos(angles) * rope.attention_factor).astype(x.dtype)
     sin = (jnp.sin(angles) * rope.attention_factor).astype(x.dtype)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    first, second, rest = jnp.split(x, [rotated // 2, rotated], axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
 def project_q(
@@ -76,12 +91,14 @@ def project_q(
     positions: Int[Array, "rows tokens"],
     weights: AttentionWeights,
     config: TransformerConfig,
-) -> Float[Array, "rows tokens heads head_dim"]:
-    """Queries, normalised per head where the model does, rotated."""
-    q = linear(x, weights.q_proj).reshape(*x.shape[:2], config.num_heads, config.head_dim)
+) -> tuple[Float[Array, "rows tokens heads head_dim"], Float[Array, "rows tokens heads head_dim"] | None]:
+    """Queries, normalised per head where the model does, rotated; and the logits of attention's gate, if it has one."""
+    q, gate = linear(x, weights.q_proj).reshape(*x.shape[:2], config.num_heads, -1), None
+    if config.attention_gate:
+        q, gate = jnp.split(q, 2, axis=-1)
     if weights.q_norm is not None:
-        q = rms_norm(q, weights.q_norm, config.rms_norm_eps)
-    return apply_rope(q, positions, config.rope)
+        q = norm(q, weights.q_norm, config)
+    return apply_rope(q, positions, config.rope), gate
 
 
 def project_kv(
@@ -94,7 +111,7 @@ def project_kv(
     shape = (*x.shape[:2], config.num_kv_heads, config.head_dim)
     k = linear(x, weights.k_proj).reshape(shape)
     if weights.k_norm is not None:
-        k = rms_norm(k, weights.k_norm, config.rms_norm_eps)
+        k = norm(k, weights.k_norm, config)
     return apply_rope(k, positions, config.rope), linear(x, weights.v_proj).reshape(shape)
 
 
@@ -106,7 +123,7 @@ def mlp(x: Float[Array, "*batch hidden"], weights: MlpWeights) -> Float[Array, "
 def moe(
     x: Float[Array, "rows tokens hidden"], weights: MoeWeights, config: MoeConfig
 ) -> Float[Array, "rows tokens hidden"]:
-    """Qwen3-MoE's sparse MLP.
+    """Qwen3-MoE's sparse MLP, with the expert that all tokens share where the model has one.
 
     Tokens are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`), so the cost
     follows experts_per_token, not num_experts.
@@ -125,4 +142,6 @@ def moe(
     down = jax.lax.ragged_dot(jax.nn.silu(gate) * up, weights.down_proj, sizes)
     unsorted = jnp.zeros_like(down).at[order].set(down).reshape(*experts.shape, -1)
     mixed = jnp.einsum("tkh,tk->th", unsorted, shares.astype(unsorted.dtype))
+    if weights.shared is not None:
+        mixed = mixed + jax.nn.sigmoid(tokens @ weights.shared.gate) * mlp(tokens, weights.shared.mlp)
     return mixed.reshape(x.shape).astype(x.dtype)

@@ -22,7 +22,10 @@ class Linear(struct.PyTreeNode):
 
 
 class AttentionWeights(struct.PyTreeNode):
-    """Projections of one attention layer; the norms are per head and absent in Llama."""
+    """Projections of one attention layer; the norms are per head and absent in Llama.
+
+    Where attention has a gate, `q_proj` gives [head, query or gate, head_dim].
+    """
 
     q_proj: Linear
     k_proj: Linear
@@ -30,6 +33,29 @@ class AttentionWeights(struct.PyTreeNode):
     o_proj: Linear
     q_norm: Float[Array, " head_dim"] | None = None
     k_norm: Float[Array, " head_dim"] | None = None
+
+
+class GatedDeltaWeights(struct.PyTreeNode):
+    """One Gated DeltaNet layer (arXiv 2412.06464).
+
+    Attributes:
+      in_proj_qkv: to the convolution's channels: all queries, all keys, all values.
+      in_proj_z: to the gate of the output.
+      in_proj_b, in_proj_a: to what `kernels.gated_delta.gates` makes gates of, with a_log and dt_bias.
+      conv: its oldest input first.
+      norm: of each head's output, as it is.
+      out_proj: from all value heads.
+    """
+
+    in_proj_qkv: Matrix
+    in_proj_z: Matrix
+    in_proj_b: Matrix
+    in_proj_a: Matrix
+    conv: Float[Array, "channels width"]
+    a_log: Float[Array, " value_heads"]
+    dt_bias: Float[Array, " value_heads"]
+    norm: Float[Array, " value_dim"]
+    out_proj: Matrix
 
 
 class MlpWeights(struct.PyTreeNode):
@@ -40,6 +66,13 @@ class MlpWeights(struct.PyTreeNode):
     down_proj: Linear
 
 
+class SharedExpertWeights(struct.PyTreeNode):
+    """The expert that every token passes, and its gate (hidden to 1)."""
+
+    gate: Matrix
+    mlp: MlpWeights
+
+
 class MoeWeights(struct.PyTreeNode):
     """A router (hidden to experts) and one SwiGLU per expert, experts stacked."""
 
@@ -47,6 +80,7 @@ class MoeWeights(struct.PyTreeNode):
     gate_proj: Float[Array, "experts hidden expert_hidden"]
     up_proj: Float[Array, "experts hidden expert_hidden"]
     down_proj: Float[Array, "experts expert_hidden hidden"]
+    shared: SharedExpertWeights | None = None
 
 
 class ConvWeights(struct.PyTreeNode):
@@ -61,10 +95,10 @@ class ConvWeights(struct.PyTreeNode):
 
 
 class LayerWeights(struct.PyTreeNode):
-    """One transformer layer; the convolutions belong to DFlash 2 drafts."""
+    """One layer of attention, or what stands in its place, and an MLP; the convolutions belong to DFlash 2 drafts."""
 
     input_norm: Float[Array, " hidden"]
-    attention: AttentionWeights
+    attention: AttentionWeights | GatedDeltaWeights
     post_attention_norm: Float[Array, " hidden"]
     mlp: MlpWeights | MoeWeights
     attention_conv: ConvWeights | None = None
