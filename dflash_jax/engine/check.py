@@ -27,9 +27,9 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
 
     Raises:
       InvariantError: the message begins with the name of an invariant that does not hold: `context_writers`,
-        `state_structure`, `one_row_axis`, `slot_exclusive`, `pages_conserved`, `pages_exclusive`, `block_table_covers`,
-        `position_monotone`, `context_continuity`, `recurrent_continuity`, `checkpoints_conserved`, `checkpoint_length` or
-        `slot_entry`.
+        `state_structure`, `one_row_axis`, `slot_exclusive`, `pages_conserved`, `pages_exclusive`,
+        `block_table_covers`, `position_monotone`, `context_continuity`, `recurrent_continuity`,
+        `checkpoints_conserved`, `checkpoint_length` or `slot_entry`.
     """
     different = host.models.difference(identify(models))
     _require(different is None, "context_writers", different or "")

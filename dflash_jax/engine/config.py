@@ -148,7 +148,9 @@ class EngineConfig(Section):
             return value
         match = _MEMORY.fullmatch(value)
         if match is None:
-            raise ValueError(f"{quote(value)} is no amount of memory; it must be bytes or a number with KiB, MiB or GiB")
+            raise ValueError(
+                f"{quote(value)} is no amount of memory; it must be bytes or a number with KiB, MiB or GiB"
+            )
         return int(float(match[1]) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[match[2] or ""])
 
     @property

@@ -33,7 +33,7 @@ MEANING = {
     Violation.slot_exclusive: "a live slot is in one row at most",
     Violation.block_table_covers: "pages exist for every token a step may commit",
     Violation.position_monotone: "a slot's position only grows, by what was committed",
-    Violation.recurrent_continuity: "a slot's recurrent state has taken in every token before its position and no other",
+    Violation.recurrent_continuity: "a slot's recurrent state has taken in each token before its position, no other",
     Violation.finite_logits: "the target's logits are finite numbers",
 }
 

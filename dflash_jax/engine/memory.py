@@ -60,8 +60,8 @@ def sizes_of(engine: EngineConfig, *configs: TransformerConfig) -> Sizes:
 def divide(engine: EngineConfig, target: TargetConfig, draft: DraftConfig | None) -> EngineConfig:
     """The config with `num_pages` and `checkpoints` set so that all states together take `memory`, if that is given.
 
-    Slots come first, then the pages of one request of full length; of the rest, checkpoints take a quarter, two a slot at
-    most, and pages all else.
+    Slots come first, then the pages of one request of full length; of the rest, checkpoints take a quarter, two a
+    slot at most, and pages all else.
 
     Raises:
       ConfigError: it does not suffice, or the pages are given as well.

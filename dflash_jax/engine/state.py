@@ -167,9 +167,9 @@ class _Donated:
 def mark_donated(state: EngineState) -> None:
     """Makes whoever still holds a state whose memory was used again be told so when they look at it."""
     donated = _Donated()
-    nodes = [state, state.rows, state.slots, state.slots.sampler, state.target_pages, state.draft_pages, state.recurrent]
-    if state.checkpoints is not None:
-        nodes += [state.checkpoints, state.checkpoints.states]
+    slots, kept = state.slots, state.checkpoints
+    nodes: list[Any] = [state, state.rows, slots, slots.sampler, state.target_pages, state.draft_pages, state.recurrent]
+    nodes += [] if kept is None else [kept, kept.states]
     for node in nodes:
         if node is not None:
             for field in dataclasses.fields(node):

@@ -92,9 +92,11 @@ def save_checkpoints(state: EngineState, saves: Int[Array, " rows"]) -> EngineSt
         return state
     slot = jnp.maximum(state.rows.idx_mapping, 0)
     index = jnp.where(saves >= 0, saves, state.checkpoints.lengths.shape[0])
-    kept = jax.tree.map(
-        lambda all_, slots: all_.at[:, index].set(slots[:, slot], mode="drop"), state.checkpoints.states, state.recurrent
-    )
+
+    def save(kept, slots):
+        return kept.at[:, index].set(slots[:, slot], mode="drop")
+
+    kept = jax.tree.map(save, state.checkpoints.states, state.recurrent)
     lengths = state.checkpoints.lengths.at[index].set(state.slots.folded[slot], mode="drop")
     return state.replace(checkpoints=Checkpoints(kept, lengths))
 

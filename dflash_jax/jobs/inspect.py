@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from rich.console import Console
@@ -98,7 +97,7 @@ def inspect_checkpoint(
         raise ConfigError(f"k is {k}, but there is no draft to propose tokens")
     first, *others = (each.config for each in found)
     if isinstance(first, TargetConfig):
-        engine = divide(engine, first, *(others or [None]))
+        engine = divide(engine, first, next((other for other in others if isinstance(other, DraftConfig)), None))
     return Inspection(tuple(found), engine, k, _memory(found, engine))
 
 

@@ -102,7 +102,9 @@ def test_preemption_at_every_round_changes_nothing(prefix_cache):
     assert_is_golden(done["5"], cases(HYBRID)[5])
     assert done["5"].metrics.preemptions > 3
     if prefix_cache:
-        assert done["5"].metrics.cached_tokens >= 80 * done["5"].metrics.preemptions, "it was to resume from a checkpoint"
+        assert done["5"].metrics.cached_tokens >= 80 * done["5"].metrics.preemptions, (
+            "it was to resume from a checkpoint"
+        )
 
 
 @pytest.mark.parametrize("num_pages", [9, 12])
@@ -225,11 +227,12 @@ def test_verification_alone_writes_no_state():
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_state_that_took_in_another_number_of_tokens_is_noticed(strict):
     served = decoding(strict=strict)
-    served.state = served.state.replace(slots=served.state.slots.replace(folded=served.state.slots.folded.at[0].add(-1)))
-    with pytest.raises(InvariantError, match="^recurrent_continuity"):
+    slots = served.state.slots
+    served.state = served.state.replace(slots=slots.replace(folded=slots.folded.at[0].add(-1)))
+    with pytest.raises(InvariantError, match=r"^recurrent_continuity"):
         check_state(served.models, served.host, served.state)
     if strict:
-        with pytest.raises(InvariantError, match="^recurrent_continuity is violated"):
+        with pytest.raises(InvariantError, match=r"^recurrent_continuity is violated"):
             served.step()
     else:
         [completion] = finish(served).values()
@@ -243,7 +246,7 @@ def test_a_checkpoint_of_another_length_is_noticed():
     [checkpoint] = served.host.checkpoints.known
     spoiled = kept.replace(lengths=kept.lengths.at[checkpoint.index].add(16))
     served.state = served.state.replace(checkpoints=spoiled)
-    with pytest.raises(InvariantError, match="^checkpoint_length"):
+    with pytest.raises(InvariantError, match=r"^checkpoint_length"):
         check_state(served.models, served.host, served.state)
     with pytest.raises(InvariantError, match="recurrent_continuity"):
         served.generate([LONG], SAMPLING)
