@@ -303,13 +303,13 @@ def test_gradients_of_chunks_are_those_of_the_reference():
     ]
     differentiate = jax.jit(jax.grad(loss, argnums=range(2, 8)), static_argnums=0)
     with jax.enable_x64(True):
-        expected = differentiate(
-            "reference", *jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (weights, *arguments))
-        )
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (weights, *arguments))
+        expected = [np.asarray(gradient) for gradient in differentiate("reference", *wide)]
+    assert all(gradient.dtype == np.float64 for gradient in expected)
     found = differentiate("xla", [jnp.asarray(w, jnp.float32) for w in weights], *arguments)
     for name, gradient, wanted in zip((*names, "state", "conv_inputs"), found, expected, strict=True):
         scale = np.abs(wanted).max()
-        np.testing.assert_allclose(gradient / scale, wanted / scale, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(np.asarray(gradient) / scale, wanted / scale, atol=2e-5, err_msg=name)
 
 
 def test_drift_over_many_tokens_stays_small(implementation):
