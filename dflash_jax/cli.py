@@ -6,7 +6,7 @@ Each command imports what it needs when it is called, so that `--help` does not 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal, Optional, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
 import typer
 
@@ -159,6 +159,7 @@ def ladder(
     from dflash_jax.bench.report import sweep_table, write_sweep
     from dflash_jax.bench.sweep import Load, failures, run_sweep
     from dflash_jax.compile_cache import enable_compile_cache
+    from dflash_jax.progress import Bar
 
     settings, rungs = load_sweep(config, set_ or ()), parse_rungs(concurrency)
     enable_compile_cache()
@@ -169,13 +170,13 @@ def ladder(
         repeats=repeats,
         seed=seed,
     )
-    found = run_sweep(
-        settings,
-        rungs,
-        Load(**given),  # type: ignore[arg-type]
-        note=lambda text: print(text, file=sys.stderr, flush=True),
-        on_rung=lambda so_far: write_sweep(out, so_far),
-    )
+    with Bar("measuring", len(rungs)) as bar:
+
+        def keep(so_far: dict[str, Any]) -> None:
+            write_sweep(out, so_far)
+            bar.at(len(so_far["rungs"]))
+
+        found = run_sweep(settings, rungs, Load(**given), note=bar.note, on_rung=keep)  # type: ignore[arg-type]
     figures, plot = write_sweep(out, found)
     Console(highlight=False).print(sweep_table(found))
     print(f"prompts: {found['prompts']['source']}\nfigures: {figures}\nplot: {plot}")
@@ -244,6 +245,7 @@ def data_features(
     run = _read(TrainConfig, "training", config, set_)
     enable_compile_cache()
     with Bar("computing features", 0) as bar:
+        bar.doing(f"loading {run.target}")
         build_features(run, lambda done, total: bar.at(done, total=total))
 
 
