@@ -70,6 +70,9 @@ class JobConsole:
     def loaded(self, engine: Engine, seconds: float) -> None:
         """Says what will run, and how long it took to load."""
         self.note(f"loaded in {seconds:.1f} s: {describe(engine)}")
+        if self._bar is not None:
+            # What goes on is no longer loading.
+            self._bar.at(self._done)
 
     def skip(self) -> None:
         """An input line's answer is there already."""
