@@ -121,11 +121,10 @@ def replace_file(path: Path, content: str | bytes, *, mode: int | None = None) -
     Raises:
       OSError: it cannot be written; the old content stays.
     """
-    with replacing(path) as scratch:
-        with scratch.open("wb") as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            file.write(content.encode() if isinstance(content, str) else content)
+    with replacing(path) as scratch, scratch.open("wb") as file:
+        if mode is not None:
+            os.fchmod(file.fileno(), mode)
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def replace_array(path: Path, array: np.ndarray) -> None:

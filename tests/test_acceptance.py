@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dflash_jax.acceptance import Acceptance, total_acceptance
 from dflash_jax.bench.sweep import Run, figures
-from dflash_jax.engine.request import Completion, Metrics
+from dflash_jax.engine.output import Completion, Metrics
 from dflash_jax.jobs import summary
 
 METRICS = Metrics(

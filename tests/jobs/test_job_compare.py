@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from dflash_jax.engine.config import EngineConfig
-from dflash_jax.engine.request import Completion, Metrics, SamplingParams, Update
+from dflash_jax.engine.output import Completion, Metrics, Update
+from dflash_jax.engine.request import SamplingParams
 from dflash_jax.jobs.compare import compare_plain
 from dflash_jax.jobs.reader import Item
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflash_jax.engine import Completion, SamplingParams, Update
-from dflash_jax.engine.request import Metrics
+from dflash_jax.engine.output import Metrics
 from dflash_jax.errors import DflashError, RequestError
 from dflash_jax.jobs.config import load_job
 from dflash_jax.jobs.console import JobConsole
