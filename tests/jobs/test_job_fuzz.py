@@ -34,7 +34,7 @@ class Echo:
     """An engine that answers at once, so that only what the job makes of its input is tried."""
 
     class host:
-        running = waiting = ()
+        in_flight = ()
 
     def __init__(self, setup, clock):
         self.queue, self.config = [], setup.engine
