@@ -25,6 +25,7 @@ from dflash_jax.jobs.generate import run_job
 from tests.jobs.recall_job import ENGINE, GOLDEN
 
 SECONDS = 20
+"""Of this process, whatever else the machine does."""
 BYTES = 3 << 30
 
 METRICS = Metrics(0, 0, 0, None, None, None, None, 0, 0)
@@ -189,23 +190,23 @@ def one_sentence(error):
 @given(text=configs())
 def test_a_hostile_config_is_a_job_or_one_sentence(folder, text):
     (folder() / "job.yaml").write_bytes(text)
-    begin = time.monotonic()
+    begin = time.process_time()
     try:
         found = run()
     except DflashError as error:
         one_sentence(error)
     else:
         assert found["status"] == "finished"
-    assert time.monotonic() - begin < SECONDS
+    assert time.process_time() - begin < SECONDS
 
 
 @given(content=st.lists(lines(), max_size=6), ending=st.sampled_from([b"\n", b""]))
 def test_hostile_lines_are_answers_or_error_rows(folder, content, ending):
     directory = folder()
     (directory / "in.jsonl").write_bytes(b"\n".join(content) + ending)
-    begin = time.monotonic()
+    begin = time.process_time()
     found = run()
-    assert time.monotonic() - begin < SECONDS
+    assert time.process_time() - begin < SECONDS
     results = [json.loads(line) for line in (directory / "out.jsonl").read_bytes().split(b"\n")[:-1]]
     assert found["status"] == "finished" and found["requests"]["total"] == len(results)
     assert len({str(result["id"]) for result in results}) == len(results)
