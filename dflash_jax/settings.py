@@ -192,7 +192,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
             where = cut(".".join(path[:depth]))
             raise ConfigError(f"--set {quote(override)}: {where} is {quote(inside)}, which has no keys inside")
         section = inside
-    section[path[-1]] = _parse(text, f"--set {quote(override)}")
+    # In YAML a lone dash is a list of nothing; on a command line it is the standard input.
+    section[path[-1]] = STDIN if text.strip() == STDIN else _parse(text, f"--set {quote(override)}")
 
 
 def _parse(text: str, source: str) -> Any:
