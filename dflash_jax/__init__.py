@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,7 +35,14 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first asked for, so that `dflash-jax --help` does not wait for JAX."""
+    if name == "__version__":
+        return importlib.metadata.version("dflash_jax")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = "dflash_jax.errors" if name.endswith("Error") else "dflash_jax.engine"
     return getattr(importlib.import_module(module), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not imported yet."""
+    return sorted({*globals(), *__all__, "__version__"})

@@ -6,93 +6,136 @@ Each command imports what it needs when it is called, so that `--help` does not 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal, Optional, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
 import typer
 
-from dflash_jax.errors import DflashError
+from dflash_jax.errors import DflashError, cut
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from dflash_jax.kinds import Kind
+
+NOTHING_ANSWERED = 3
+"""Exit code of a job none of whose lines was answered, or with `--fail-on-error` not all."""
 
 app = typer.Typer(
     name="dflash-jax",
     help="LLM generation in JAX by DFlash and DFlash 2 speculative decoding.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 _bench = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(_bench, name="bench")
 
+# Typer reads annotations at run time, so `int | None` is spelt as it understands it on every Python.
+_Count = Optional[int]  # noqa: UP045
+_Text = Optional[str]  # noqa: UP045
+_Dtype = Optional[Literal["float32", "bfloat16"]]  # noqa: UP045
 _Set = Annotated[
-    Optional[list[str]],  # noqa: UP045 - typer reads it at run time
+    Optional[list[str]],  # noqa: UP045
     typer.Option("--set", metavar="A.B=VALUE", help="Replace a value of the config; may be repeated."),
 ]
-
 
 _Settings = TypeVar("_Settings", bound="BaseModel")
 
 
-def _read(settings: type[_Settings], config: str, set_: list[str] | None) -> _Settings:
-    from dflash_jax.settings import parse, read_settings
+def _read(settings: type[_Settings], kind: Kind, config: str, set_: list[str] | None) -> _Settings:
+    from dflash_jax.kinds import check_kind
+    from dflash_jax.settings import describe_source, parse, read_settings
 
-    return parse(settings, read_settings(config, set_ or ()), config)
+    values, source = read_settings(config, set_ or ()), describe_source(config, set_ or ())
+    check_kind(values, kind, source)
+    return parse(settings, values, source)
+
+
+def _given(**options: object) -> dict[str, object]:
+    """The options that were given; the others keep the defaults of what they are for."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Of what libraries and this one log.")
+    ] = "warning",
+) -> None:
     if version:
-        import importlib.metadata
+        import dflash_jax
 
-        print(f"dflash-jax {importlib.metadata.version('dflash_jax')}")
+        print(f"dflash-jax {dflash_jax.__version__}")
         raise typer.Exit
+    import logging
+
+    logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
 
 
 @app.command()
 def generate(
-    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The job; see docs/job.md.")],
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The job, - for stdin; see docs/job.md.")],
     set_: _Set = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Forget answers of earlier runs.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show nothing while it runs.")] = False,
+    fail_on_error: Annotated[
+        bool, typer.Option("--fail-on-error", help="Exit with 3 if any line has no answer, not only if none has.")
+    ] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and tell what would be run; write nothing.")
+    ] = False,
 ) -> None:
     """Generate for a file of prompts. Run again, it does only what is missing."""
-    from dflash_jax.jobs.signals import stop_on_signals
+    from dflash_jax.signals import stop_on_signals
 
     with stop_on_signals() as stop:
         from dflash_jax.compile_cache import enable_compile_cache
         from dflash_jax.jobs.config import load_job
+        from dflash_jax.jobs.console import JobConsole
         from dflash_jax.jobs.generate import run_job
-        from dflash_jax.jobs.screen import Screen
 
         job = load_job(config, set_ or ())
+        if dry:
+            from dflash_jax.jobs.dry_run import dry_run, print_dry_run
+
+            looked = dry_run(job, overwrite=overwrite)
+            print_dry_run(looked, job)
+            _exit_for(len(looked.bad), len(looked.bad) + looked.run + looked.done, fail_on_error)
+            return
         enable_compile_cache()
-        screen = Screen(samples=job.report.samples, quiet=quiet)
-        found = run_job(job, overwrite=overwrite, stop=stop, screen=screen)
-    screen.outcome(found)
+        console = JobConsole(samples=job.report.samples, quiet=quiet)
+        found = run_job(job, overwrite=overwrite, stop=stop, console=console)
+    console.outcome(found)
     if stop.signal is not None:
         print(f"dflash-jax: stopped by {stop.signal.name}; run the same command again for the rest", file=sys.stderr)
         raise typer.Exit(128 + stop.signal)
+    _exit_for(found["requests"]["error"], found["requests"]["total"], fail_on_error)
+
+
+def _exit_for(failed: int, lines: int, fail_on_error: bool) -> None:
+    if failed and (fail_on_error or failed == lines):
+        print(f"dflash-jax: {failed} of {lines} lines could not be answered", file=sys.stderr)
+        raise typer.Exit(NOTHING_ANSWERED)
 
 
 @app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A directory, a .gguf file, wheel:NAME==VERSION, or a hub id.")],
-    draft: Annotated[Optional[str], typer.Option(help="A draft to go with it.")] = None,  # noqa: UP045
-    k: Annotated[Optional[int], typer.Option(help="Tokens to draft in a round.")] = None,  # noqa: UP045
-    page_size: Annotated[int, typer.Option(help="Tokens in a page.")] = 16,
-    max_model_len: Annotated[int, typer.Option(help="Longest prompt and output together.")] = 512,
-    max_slots: Annotated[int, typer.Option(help="Requests in flight at once.")] = 8,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of weights and pages.")] = "float32",
-    mask_token_id: Annotated[Optional[int], typer.Option(help="For drafts that name none.")] = None,  # noqa: UP045
+    draft: Annotated[_Text, typer.Option(help="A draft to go with it.")] = None,
+    k: Annotated[_Count, typer.Option(help="Tokens to draft in a round.")] = None,
+    page_size: Annotated[_Count, typer.Option(help="Tokens in a page.")] = None,
+    max_model_len: Annotated[_Count, typer.Option(help="Longest prompt and output together.")] = None,
+    max_slots: Annotated[_Count, typer.Option(help="Requests in flight at once.")] = None,
+    dtype: Annotated[_Dtype, typer.Option(help="Of weights and pages.")] = None,
+    mask_token_id: Annotated[_Count, typer.Option(help="For drafts that name none.")] = None,
 ) -> None:
     """Tell what a checkpoint is, its sizes, and the memory that serving it takes."""
     from dflash_jax.engine.config import EngineConfig
     from dflash_jax.jobs.inspect import inspect_checkpoint, print_inspection
     from dflash_jax.settings import parse
 
-    sizes = {"page_size": page_size, "max_model_len": max_model_len, "max_slots": max_slots, "dtype": dtype}
+    sizes = _given(page_size=page_size, max_model_len=max_model_len, max_slots=max_slots, dtype=dtype)
     engine = parse(EngineConfig, sizes, "inspect")
     print_inspection(inspect_checkpoint(path, draft=draft, k=k, engine=engine, mask_token_id=mask_token_id))
 
@@ -101,28 +144,41 @@ def inspect(
 def ladder(
     config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="Target, draft and engine; a job's will do.")],
     concurrency: Annotated[str, typer.Option(help="Requests in flight, rung by rung.")] = "1,2,4,8,16,32",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 64,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens each request makes.")] = 64,
-    requests_per_slot: Annotated[int, typer.Option(min=1, help="Requests of a rung for each slot, at least.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="Times each way is timed; the best counts.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Of random prompts and of sampling.")] = 0,
+    prompt_tokens: Annotated[_Count, typer.Option(min=1, help="Length of each prompt.")] = None,
+    output_tokens: Annotated[_Count, typer.Option(min=1, help="Tokens each request makes.")] = None,
+    requests_per_slot: Annotated[_Count, typer.Option(min=1, help="Requests of a rung for each slot, or more.")] = None,
+    repeats: Annotated[_Count, typer.Option(min=1, help="Times each way is timed; the best counts.")] = None,
+    seed: Annotated[_Count, typer.Option(min=0, help="Of random prompts and of sampling.")] = None,
     out: Annotated[str, typer.Option(metavar="DIR", help="For ladder.json and ladder.png.")] = "runs/ladder",
     set_: _Set = None,
 ) -> None:
     """Measure speculation on and off at growing concurrency; see docs/ladder.md."""
     from rich.console import Console
 
+    from dflash_jax.bench.config import load_sweep, parse_rungs
+    from dflash_jax.bench.report import sweep_table, write_sweep
+    from dflash_jax.bench.sweep import Load, failures, run_sweep
     from dflash_jax.compile_cache import enable_compile_cache
-    from dflash_jax.jobs.ladder import Load, failures, run_ladder
-    from dflash_jax.jobs.ladder_config import load_ladder, parse_rungs
-    from dflash_jax.jobs.ladder_report import ladder_table, write_ladder
+    from dflash_jax.progress import Bar
 
-    settings, rungs = load_ladder(config, set_ or ()), parse_rungs(concurrency)
+    settings, rungs = load_sweep(config, set_ or ()), parse_rungs(concurrency)
     enable_compile_cache()
-    load = Load(prompt_tokens, output_tokens, requests_per_slot, repeats, seed)
-    found = run_ladder(settings, rungs, load, note=lambda text: print(text, file=sys.stderr))
-    figures, plot = write_ladder(out, found)
-    Console(highlight=False).print(ladder_table(found))
+    given = _given(
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        requests_per_slot=requests_per_slot,
+        repeats=repeats,
+        seed=seed,
+    )
+    with Bar("measuring", len(rungs)) as bar:
+
+        def keep(so_far: dict[str, Any]) -> None:
+            write_sweep(out, so_far)
+            bar.at(len(so_far["rungs"]))
+
+        found = run_sweep(settings, rungs, Load(**given), note=bar.note, on_rung=keep)  # type: ignore[arg-type]
+    figures, plot = write_sweep(out, found)
+    Console(highlight=False).print(sweep_table(found))
     print(f"prompts: {found['prompts']['source']}\nfigures: {figures}\nplot: {plot}")
     if failed := failures(found):
         print(f"dflash-jax: {failed} requests failed; {figures} says why", file=sys.stderr)
@@ -143,7 +199,7 @@ def data_generate(
     from dflash_jax.training.corpora.config import CorpusConfig
     from dflash_jax.training.corpora.generate import write_corpus
 
-    corpus = _read(CorpusConfig, config, set_)
+    corpus = _read(CorpusConfig, "corpus", config, set_)
     enable_compile_cache()
     write_corpus(corpus)
 
@@ -186,9 +242,10 @@ def data_features(
     from dflash_jax.training import TrainConfig
     from dflash_jax.training.run.setup import build_features
 
-    run = _read(TrainConfig, config, set_)
+    run = _read(TrainConfig, "training", config, set_)
     enable_compile_cache()
     with Bar("computing features", 0) as bar:
+        bar.doing(f"loading {run.target}")
         build_features(run, lambda done, total: bar.at(done, total=total))
 
 
@@ -201,7 +258,7 @@ def train(
     from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.training import TrainConfig, run_training
 
-    run = _read(TrainConfig, config, set_)
+    run = _read(TrainConfig, "training", config, set_)
     enable_compile_cache()
     run_training(run)
 
@@ -216,7 +273,7 @@ def export(
     """Export a run's newest checkpoint in Hugging Face layout."""
     from dflash_jax.training import TrainConfig, export_draft
 
-    step = export_draft(_read(TrainConfig, config, set_), directory, dtype)
+    step = export_draft(_read(TrainConfig, "training", config, set_), directory, dtype)
     print(f"step {step} exported to {directory}")
 
 
@@ -242,10 +299,8 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         # Where nobody said more about a file, the system's own reason is the sentence.
-        print(
-            f"dflash-jax: {error.filename or 'a file'} cannot be read or written ({error.strerror or error})",
-            file=sys.stderr,
-        )
+        name = cut(str(error.filename or "a file"))
+        print(f"dflash-jax: {name} cannot be read or written ({error.strerror or error})", file=sys.stderr)
         sys.exit(2)
 
 

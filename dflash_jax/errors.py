@@ -64,3 +64,8 @@ def reason(error: BaseException, limit: int = 200) -> str:
     """What a library's exception says, on one line and cut where it is long."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0] if len(lines[0]) <= limit else lines[0][: limit - 3] + "..."
+
+
+def cut(text: str, limit: int = 200) -> str:
+    """Somebody else's words, or a name, as an error shows them: unquoted, and cut where they are long."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."

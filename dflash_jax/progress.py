@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-LINE_SECONDS = 30.0
-"""Between two lines where there is no terminal."""
+if TYPE_CHECKING:
+    from dflash_jax.compiling import CompileWatch
+
+LINE_SECONDS = 10.0
+"""Between two lines where there is no terminal, whatever the program is busy with."""
+
+LONG_COMPILATION = 1.0
+"""Seconds of a compilation that are worth telling."""
 
 
 class Bar:
-    """Progress towards a total; a context in which it is shown.
+    """Progress towards a total; a context in which it is shown, and in which long compilations are told.
 
     Args:
       what: what is going on, as a participle.
       total: how many there are to do; 0 where that turns out later.
       done: how many are done already.
       console: where to; stderr unless given.
+      watch: tells what is being compiled, and lies around the bar; the bar has its own unless given.
     """
 
-    def __init__(self, what: str, total: int, done: int = 0, console: Console | None = None):
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        done: int = 0,
+        console: Console | None = None,
+        watch: CompileWatch | None = None,
+    ):
         self._console = console or Console(stderr=True, highlight=False)
         self._what, self._total, self._done, self._figures = what, total, done, ""
+        self._doing: str | None = None
         self._noted = time.monotonic()
+        self._watch, self._own_watch = watch, watch is None
+        self._ended = threading.Event()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -37,33 +56,70 @@ class Bar:
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task(what, total=total, completed=done, figures="")
+        self._pulse = threading.Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> Bar:
+        if self._own_watch:
+            from dflash_jax.compiling import CompileWatch
+
+            self._watch = CompileWatch(self.compiled).__enter__()
         self._progress.start()
+        self._pulse.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
+        self._pulse.join()
         self._progress.stop()
+        if self._own_watch and self._watch is not None:
+            self._watch.__exit__()
 
     def at(self, done: int, figures: str | None = None, total: int | None = None) -> None:
         """So many are done; the figures and the total stay what they were unless given."""
         self._total = self._total if total is None else total
         self._done, self._figures = done, self._figures if figures is None else figures
+        self._doing = None
         self._progress.update(
             self._task, description=self._what, total=self._total, completed=done, figures=escape(self._figures)
         )
-        if not self._console.is_terminal and time.monotonic() - self._noted > LINE_SECONDS:
-            self.note(f"{self._what}: {', '.join(filter(None, [f'{done}/{self._total} done', self._figures]))}")
+        self._tell_if_due()
 
     def doing(self, what: str) -> None:
         """Something else is going on, until the next `at`."""
-        self._progress.update(self._task, description=what)
+        self._doing = what
+        self._progress.update(self._task, description=escape(what))
         if not self._console.is_terminal:
-            self.note(f"{what}: {self._done}/{self._total} done")
+            self.note(self._state())
 
     def note(self, text: str) -> None:
         """Says something, and goes on."""
         self._noted = time.monotonic()
         self._console.print(escape(text), soft_wrap=True)
+
+    def compiled(self, program: str, seconds: float, cached: bool) -> None:
+        """A program was compiled, or taken from the cache of compiled ones; says so if it took long."""
+        if seconds >= LONG_COMPILATION:
+            self.note(f"{program}: {'traced and loaded' if cached else 'compiled'} in {seconds:.1f} s")
+
+    def _state(self) -> str:
+        compiling = self._watch.current if self._watch is not None else None
+        if compiling is not None and compiling[2] >= LONG_COMPILATION:
+            return f"{compiling[0]} {compiling[1]}, {compiling[2]:.0f} s so far"
+        counted = f"{self._done}/{self._total} done" if self._total else ""
+        if self._doing is not None:
+            return ": ".join(filter(None, [self._doing, counted]))
+        return f"{self._what}: {', '.join(filter(None, [counted, self._figures]))}"
+
+    def _tell_if_due(self) -> None:
+        if not self._console.is_terminal and time.monotonic() - self._noted > LINE_SECONDS:
+            self.note(self._state())
+
+    def _beat(self) -> None:
+        """Runs beside the work, which may be in the compiler or on the disk for minutes."""
+        while not self._ended.wait(1.0):
+            if not self._console.is_terminal:
+                self._tell_if_due()
+            elif self._watch is not None and self._watch.current is not None:
+                self._progress.update(self._task, description=escape(self._state()))

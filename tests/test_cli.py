@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from dflash_jax import cli
-from dflash_jax.jobs.screen import Screen
+from dflash_jax.jobs.console import JobConsole
 
 GOLDEN = Path(__file__).parent / "golden"
 CASE = json.loads((GOLDEN / "recall-dflash2.json").read_text())["cases"][0]
@@ -83,13 +84,13 @@ def test_generate_answers_and_says_what_came_of_it(call, config):
         "out.jsonl",
     ):
         assert word in out
-    summary = json.loads((config.parent / "out.summary.json").read_text())
+    summary = json.loads((config.parent / "out.jsonl.summary.json").read_text())
     assert summary["requests"]["total"] == 2 and summary["requests"]["error"] == 1
 
 
 def test_an_interrupted_generate_says_so_and_how_to_go_on(call, config, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(Screen, "finished", lambda self, item, row: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(JobConsole, "finished", lambda self, item, row: signal.raise_signal(signal.SIGINT))
     code, out, err = call("generate", config)
     assert code == 130
     assert err.endswith("dflash-jax: stopped by SIGINT; run the same command again for the rest\n")
@@ -185,7 +186,7 @@ def test_an_unknown_command_and_option_exit_with_2(call):
 
 
 def test_the_installed_command_refuses_like_the_function(tmp_path):
-    command = [sys.executable, "-m", "dflash_jax.cli", "generate", "absent.yaml"]
+    command = [sys.executable, "-m", "dflash_jax", "generate", "absent.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert done.stderr == "dflash-jax: there is no config file 'absent.yaml'\n" and done.stdout == ""
@@ -195,3 +196,144 @@ def test_a_file_that_cannot_be_written_is_one_sentence(call, tmp_path):
     values = {"target": str(GOLDEN / "recall-target"), "draft": {}, "data": {"path": "d"}, "optimiser": {"steps": 1}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**values, "output": "/dev/null/run"}))
     refused(call("train", tmp_path / "run.yaml"), r"/dev/null/run cannot be read or written \(Not a directory\)")
+
+
+# Exit codes.
+
+
+def test_a_job_of_which_no_line_was_answered_exits_with_3(call, config):
+    (config.parent / "in.jsonl").write_text('not json\n{"id": "a"}\n')
+    code, _, err = call("generate", config)
+    assert code == 3 and err.endswith("dflash-jax: 2 of 2 lines could not be answered\n")
+    # Nor is it all right the second time.
+    assert call("generate", config)[0] == 3
+
+
+def test_a_job_of_which_some_lines_were_answered_exits_with_3_if_it_is_asked_to(call, config):
+    arguments = ("generate", config, "--set", "sampling.max_tokens=2")
+    assert call(*arguments)[0] == 0
+    code, _, err = call(*arguments, "--fail-on-error")
+    assert code == 3 and err.endswith("dflash-jax: 1 of 2 lines could not be answered\n")
+    (config.parent / "in.jsonl").write_text(json.dumps({"id": "a", "prompt_token_ids": CASE["prompt"]}))
+    assert call(*arguments, "--fail-on-error")[0] == 0
+
+
+def test_a_job_with_no_lines_exits_with_0(call, config):
+    (config.parent / "in.jsonl").write_text("")
+    assert call("generate", config, "--fail-on-error")[0] == 0
+
+
+# What a command is for.
+
+TRAINING = {"target": "t", "output": "o", "draft": {}, "data": {"path": "d"}, "optimiser": {"steps": 1}}
+CORPUS = {"target": {"path": "t"}, "output": "o", "conversations": 3}
+
+
+@pytest.mark.parametrize(
+    ("values", "command", "says"),
+    [
+        (TRAINING, ["generate"], "is a training config .it has 'data'.; run it with `dflash-jax train`"),
+        (TRAINING, ["bench", "ladder"], "is a training config .* `dflash-jax train`"),
+        (TRAINING, ["data", "generate"], "is a training config .* `dflash-jax train`"),
+        (CORPUS, ["generate"], "is a corpus config .* `dflash-jax data generate`"),
+        (CORPUS, ["train"], "is a corpus config .* `dflash-jax data generate`"),
+        (None, ["train"], "is a job config .* `dflash-jax generate`"),
+        (None, ["data", "generate"], "is a job config .* `dflash-jax generate`"),
+        (None, ["data", "features"], "is a job config .* `dflash-jax generate`"),
+    ],
+)
+def test_a_config_given_to_another_command_is_told_its_own(call, config, tmp_path, values, command, says):
+    path = config
+    if values is not None:
+        path = tmp_path / "other.yaml"
+        path.write_text(yaml.safe_dump(values))
+    refused(call(*command, path), says)
+
+
+def test_a_slip_of_the_pen_does_not_make_a_config_another_commands(call, config, tmp_path):
+    (tmp_path / "other.yaml").write_text(yaml.safe_dump({**TRAINING, "inputt": 1}))
+    refused(call("generate", tmp_path / "other.yaml"), "is a training config .it has 'data'.")
+    refused(call("generate", config, "--set", "data=1"), "unknown key 'data'")
+    refused(call("train", tmp_path / "other.yaml"), "unknown key 'inputt'")
+
+
+# Looking without doing.
+
+
+def test_a_dry_run_tells_what_would_be_run_and_writes_nothing(call, config):
+    before = sorted(config.parent.iterdir())
+    code, out, _ = call("generate", config, "--dry-run")
+    assert code == 0
+    for word in ("Qwen3ForCausalLM", "DFlash version", "1 lines to run, 0 answered already, 1 that cannot be run"):
+        assert word in out
+    assert "line 2: the line is not JSON" in out and "out.jsonl" in out
+    assert sorted(config.parent.iterdir()) == before
+
+
+def test_a_dry_run_knows_what_is_answered(call, config):
+    row = {"id": "a", "finish_reason": "stop", "token_ids": [1]}
+    (config.parent / "out.jsonl").write_text(json.dumps(row) + "\n")
+    assert "0 lines to run, 1 answered already" in call("generate", config, "--dry-run")[1]
+    assert "1 lines to run, 0 answered already" in call("generate", config, "--dry-run", "--overwrite")[1]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("input.path=absent", "there is no input file"),
+        ("target.path=absent", "there is no checkpoint"),
+        ("draft.k=0", "'draft.k' is 0"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_would(call, config, override, says):
+    refused(call("generate", config, "--dry-run", "--set", override), says)
+
+
+def test_a_dry_run_of_lines_that_are_all_bad_exits_with_3(call, config):
+    (config.parent / "in.jsonl").write_text("not json\n")
+    assert call("generate", config, "--dry-run")[0] == 3
+
+
+# The package and the command.
+
+
+def test_the_package_says_what_it_has():
+    import dflash_jax
+
+    assert {"Engine", "SamplingParams", "Completion", "ConfigError", "__version__"} <= set(dir(dflash_jax))
+    assert all(hasattr(dflash_jax, name) for name in dir(dflash_jax))
+    assert re.fullmatch(r"\d+\.\d+.*", dflash_jax.__version__)
+    with pytest.raises(AttributeError, match="no attribute 'Engin'"):
+        dflash_jax.Engin  # noqa: B018
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "dflash_jax", "--version"], capture_output=True, text=True)
+    assert done.stdout.startswith("dflash-jax 0.")
+
+
+def test_a_shell_can_complete_commands():
+    environment = {
+        **os.environ,
+        "_DFLASH_JAX_COMPLETE": "complete_bash",
+        "COMP_WORDS": "dflash-jax gen",
+        "COMP_CWORD": "1",
+    }
+    done = subprocess.run([sys.executable, "-m", "dflash_jax"], env=environment, capture_output=True, text=True)
+    assert "generate" in done.stdout
+
+
+def test_the_log_level_is_chosen(call, config, monkeypatch):
+    levels = []
+    monkeypatch.setattr("logging.basicConfig", lambda **options: levels.append(options["level"]))
+    call("--log-level", "debug", "inspect", GOLDEN / "recall-target")
+    call("inspect", GOLDEN / "recall-target")
+    assert levels == ["DEBUG", "WARNING"]
+    assert call("--log-level", "loud", "inspect", GOLDEN / "recall-target")[0] == 2
+
+
+def test_an_option_that_is_not_given_leaves_the_default_to_what_it_is_for(call):
+    from dflash_jax.engine import EngineConfig
+
+    out = call("inspect", GOLDEN / "recall-target")[1]
+    assert f"for {EngineConfig().max_model_len} tokens" in out

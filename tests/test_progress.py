@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
+import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
@@ -35,3 +39,33 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch):
 @pytest.mark.parametrize("text", ["training", "4/7", "loss 1.5", "evaluating"])
 def test_a_terminal_gets_a_bar(monkeypatch, text):
     assert text in shown(monkeypatch, True, 0)
+
+
+def test_a_log_gets_a_line_also_while_nothing_comes_back(monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    stream = io.StringIO()
+    with Bar("generating", 7, 2, Console(file=stream, width=100)):
+        time.sleep(2.2)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) >= 2 and set(lines) == {"generating: 2/7 done"}
+
+
+def test_a_log_says_what_is_being_compiled_and_how_long_it_took(monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LONG_COMPILATION", 0.5)
+    stream = io.StringIO()
+
+    @jax.jit
+    def slow_to_trace(x):
+        time.sleep(2.2)
+        return x
+
+    with Bar("training", 0, 0, Console(file=stream, width=100)):
+        slow_to_trace(jnp.ones(3))
+    said = stream.getvalue()
+    assert re.search(r"^tracing slow_to_trace, \d s so far$", said, re.MULTILINE)
+    assert re.search(r"^slow_to_trace: (compiled|traced and loaded) in [23]\.\d s$", said, re.MULTILINE)
+
+
+def test_silence_lasts_ten_seconds_at_most():
+    assert progress.LINE_SECONDS <= 10

@@ -9,7 +9,16 @@ from pydantic import Field, field_validator
 
 from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.errors import ConfigError, quote
-from dflash_jax.settings import Section
+from dflash_jax.settings import PathText, Section
+
+_INT32 = 2**31 - 1
+"""Positions, slots and pages are counted in int32 on the device."""
+
+_MOST_SLOTS, _MOST_PAGE_TOKENS, _MOST_ROUNDS, _MOST_K = 1 << 16, 1 << 16, 1 << 16, 1 << 10
+"""Far above what any device serves, and low enough that sizes computed from them are no trouble themselves."""
+
+_MOST_TOKENS = 1 << 26
+"""Of a request, or of a chunk."""
 
 
 class RopeScaling(Section):
@@ -50,7 +59,7 @@ class Source(Section):
       rope_scaling: in place of the checkpoint's.
     """
 
-    path: str
+    path: PathText
     revision: str | None = None
     file: str | None = None
     rope_scaling: RopeScaling | None = None
@@ -99,10 +108,10 @@ class DraftSource(Source):
         makes drafting faster and acceptance a little worse; the output is the same.
     """
 
-    k: int | None = Field(default=None, ge=1)
-    mask_token_id: int | None = Field(default=None, ge=0)
-    max_context: int | None = Field(default=None, ge=1)
-    shortlist: str | None = None
+    k: int | None = Field(default=None, ge=1, le=_MOST_K)
+    mask_token_id: int | None = Field(default=None, ge=0, le=_INT32)
+    max_context: int | None = Field(default=None, ge=1, le=_INT32)
+    shortlist: PathText | None = None
 
 
 _MEMORY = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*(?:([KMGT])i?)?B?\s*")
@@ -127,14 +136,14 @@ class EngineConfig(Section):
       donate: reuse the old state's memory; False keeps old states readable, for notebooks.
     """
 
-    max_slots: int = Field(default=8, ge=1)
-    page_size: int = Field(default=16, ge=1)
-    num_pages: int | None = Field(default=None, ge=1)
+    max_slots: int = Field(default=8, ge=1, le=_MOST_SLOTS)
+    page_size: int = Field(default=16, ge=1, le=_MOST_PAGE_TOKENS)
+    num_pages: int | None = Field(default=None, ge=1, le=_INT32)
     memory: int | None = Field(default=None, ge=1, lt=2**60)
-    checkpoints: int | None = Field(default=None, ge=0)
-    max_model_len: int = Field(default=512, ge=2)
-    prefill_chunk: int = Field(default=128, ge=1)
-    rounds_per_step: int = Field(default=1, ge=1)
+    checkpoints: int | None = Field(default=None, ge=0, le=_MOST_SLOTS)
+    max_model_len: int = Field(default=512, ge=2, le=_MOST_TOKENS)
+    prefill_chunk: int = Field(default=128, ge=1, le=_MOST_TOKENS)
+    rounds_per_step: int = Field(default=1, ge=1, le=_MOST_ROUNDS)
     prefix_cache: bool = True
     dtype: Literal["float32", "bfloat16"] = "float32"
     strict: bool = False

@@ -23,6 +23,7 @@ from dflash_jax.engine.admission import make_request
 from dflash_jax.engine.config import EngineConfig, EngineSetup
 from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.device import prepare
+from dflash_jax.engine.device_memory import check_memory
 from dflash_jax.engine.host import NO_LIMIT, HostState, add, remove, restart, shift_times
 from dflash_jax.engine.init import empty_device, init_host, make_policy
 from dflash_jax.engine.memory import divide
@@ -116,12 +117,15 @@ class Engine:
         return bool(len(host.waiting) or len(host.running) or len(host.undelivered))
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any] | EngineSetup | str | Path) -> Engine:
+    def from_config(
+        cls, config: Mapping[str, Any] | EngineSetup | str | Path, *, clock: Callable[[], float] = time.perf_counter
+    ) -> Engine:
         """Loads the models a configuration names and makes an engine of them.
 
         Args:
           config: a mapping with `target`, optionally `draft`, and `engine`; or a YAML file with these,
             which may be a job's.
+          clock: seconds, for the metrics.
 
         Raises:
           ConfigError, CheckpointError: it cannot be done; the message says why.
@@ -144,7 +148,8 @@ class Engine:
                 tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
                 models = models.replace(shortlist=make_shortlist(target.params, tokens))
             k, max_context = setup.draft.k, setup.draft.max_context
-        engine = cls(models, setup.engine, tokenizer=tokenizer, k=k, max_context=max_context)
+        check_memory(models, divide(setup.engine, models.target_config, models.draft_config))
+        engine = cls(models, setup.engine, tokenizer=tokenizer, k=k, max_context=max_context, clock=clock)
         engine.setup = setup
         return engine
 

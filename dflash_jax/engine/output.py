@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from dflash_jax.acceptance import Acceptance
 from dflash_jax.engine import display
 from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.sequence import Sequence
@@ -116,14 +117,12 @@ def metrics_of(sequence: Sequence) -> Metrics:
         for produced, block in zip(sequence.produced_per_round, sequence.drafted_blocks, strict=True)
         if block
     ]
-    steps, accepted, proposed = len(drafted), sum(a for a, _ in drafted), sum(p for _, p in drafted)
+    acceptance = Acceptance(sum(p for _, p in drafted), sum(a for a, _ in drafted), len(drafted))
     first, last, count = sequence.first_token, sequence.last_token, len(sequence.output)
     return Metrics(
-        drafts_proposed=proposed,
-        drafts_accepted=accepted,
-        drafted_request_steps=steps,
-        accept_rate=accepted / proposed if proposed else None,
-        mean_acceptance_length=1 + accepted / steps if steps else None,
+        **acceptance.counts(),
+        accept_rate=acceptance.accept_rate,
+        mean_acceptance_length=acceptance.mean_acceptance_length,
         ttft_s=None if first is None else first - sequence.arrived,
         tpot_s=(last - first) / (count - 1) if first is not None and last is not None and count > 1 else None,
         preemptions=sequence.preemptions,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.engine.state import MAX_STOP_TOKENS
-from dflash_jax.errors import RequestError, quote
+from dflash_jax.errors import RequestError, cut, quote
+from dflash_jax.settings import suggest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,22 +68,21 @@ class SamplingParams:
             raise RequestError(f"sampling.{name} is {quote(getattr(self, name))}; it must be {wanted}")
 
     def override(self, values: Mapping[str, Any]) -> SamplingParams:
-        """These parameters with some replaced.
+        """These parameters with some replaced. None stands for a parameter that is not given.
 
         Raises:
-          RequestError: a name is unknown (the message gives the nearest known one) or a value is bad.
+          RequestError: a name is unknown (the message gives the nearest known one, or all) or a value is bad.
         """
         if not isinstance(values, Mapping):
-            raise RequestError(f"sampling is {values!r}; it must be a mapping such as {{temperature: 0.7}}")
+            raise RequestError(f"sampling is {quote(values)}; it must be a mapping such as {{temperature: 0.7}}")
         known = [field.name for field in dataclasses.fields(self)]
         for name in values:
             if name not in known:
-                nearest = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
-                raise RequestError(f"unknown sampling key {name!r}; the nearest known one is {nearest!r}")
+                raise RequestError(f"unknown sampling key {quote(name)}; {suggest(str(name), known)}")
         try:
-            return dataclasses.replace(self, **values)
+            return dataclasses.replace(self, **{name: value for name, value in values.items() if value is not None})
         except TypeError as error:
-            raise RequestError(f"sampling has a value of the wrong type: {error}") from None
+            raise RequestError(f"sampling has a value of the wrong type: {cut(str(error))}") from None
 
 
 def _is_int(value: object) -> bool:
@@ -95,7 +94,8 @@ def _is_real(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer past the largest float
+    except OverflowError:
+        # An integer of hundreds of digits.
         return False
 
 

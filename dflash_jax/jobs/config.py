@@ -11,13 +11,15 @@ from pydantic import Field
 from dflash_jax.engine.config import EngineSetup, scaling_fields
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError, RequestError
-from dflash_jax.settings import Section, parse, read_settings
+from dflash_jax.files import STDIN
+from dflash_jax.kinds import check_kind
+from dflash_jax.settings import PathText, Section, describe_source, parse, read_settings
 
 
 class InputFile(Section):
-    """Where the prompts are: JSON lines."""
+    """Where the prompts are: JSON lines, in a file, packed or not, or from a pipe."""
 
-    path: str
+    path: PathText
 
 
 class OutputFile(Section):
@@ -30,7 +32,7 @@ class OutputFile(Section):
         the middle of its requests; none are taken by default.
     """
 
-    path: str
+    path: PathText
     trace: bool = False
     checkpoint_every: float | None = Field(default=None, gt=0)
 
@@ -42,11 +44,13 @@ class ReportConfig(Section):
       samples: how many of the answers are printed.
       compare_plain: run some of the prompts again with and without drafting, and tell the speed-up.
       compare_requests: how many.
+      compare_tokens: tokens of each of their answers, at most; null leaves it to their `max_tokens`.
     """
 
     samples: int = Field(default=3, ge=0)
     compare_plain: bool = False
-    compare_requests: int = Field(default=8, ge=1)
+    compare_requests: int = Field(default=4, ge=1)
+    compare_tokens: int | None = Field(default=64, ge=1)
 
 
 class JobConfig(EngineSetup):
@@ -71,7 +75,7 @@ class JobConfig(EngineSetup):
         return EngineSetup(target=self.target, draft=self.draft, engine=self.engine)
 
     def identity(self) -> dict[str, Any]:
-        """The settings that shape the answers; rows made under different ones do not belong in one file."""
+        """The settings that shape the answers; results made under different ones do not belong in one file."""
         return {
             **{
                 f"target.{name}": getattr(self.target, name)
@@ -99,12 +103,16 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     Raises:
       ConfigError: it cannot be read, or a key is unknown, missing or has a bad value.
     """
-    source = f"{path} with --set {' --set '.join(overrides)}" if overrides else str(path)
-    config = parse(JobConfig, read_settings(path, overrides), source)
+    source = describe_source(path, overrides)
+    values = read_settings(path, overrides)
+    check_kind(values, "job", source)
+    config = parse(JobConfig, values, source)
     try:
         _ = config.defaults
     except RequestError as error:
         raise ConfigError(f"{source}: {error}") from None
+    if str(path) == STDIN and config.input.path in (STDIN, "/dev/stdin"):
+        raise ConfigError("the config and input.path are both the standard input; give one of them a file")
     if config.report.compare_plain and config.draft is None:
         raise ConfigError(f"{source}: report.compare_plain needs a draft to compare with plain decoding")
     return config

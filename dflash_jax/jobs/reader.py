@@ -7,18 +7,51 @@ import difflib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from dflash_jax.engine.engine import Prompt
 from dflash_jax.engine.request import SamplingParams
-from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.errors import RequestError, cut, quote
+from dflash_jax.jobs.source import MAX_LINE, Source
 from dflash_jax.text.chat import CHAT_KEYS, read_chat
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _KEYS = ("id", *PROMPT_KEYS, *CHAT_KEYS[1:], "sampling")
+_SAMPLING_KEYS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
-MAX_LINE = 1 << 24
-"""Bytes of the longest line that is read."""
+# Parameters that other engines take beside the prompt and this one does not have. To pass them over would be to
+# answer something else than was asked.
+_FOREIGN_KEYS = [
+    "n",
+    "best_of",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "max_completion_tokens",
+    "max_new_tokens",
+    "min_tokens",
+    "response_format",
+    "guided_json",
+    "guided_regex",
+    "typical_p",
+    "echo",
+    "suffix",
+    "stream",
+    "use_beam_search",
+    "beam_width",
+    "do_sample",
+    "num_beams",
+]
+
+MAX_ID = 1000
+"""Characters of the longest id."""
+
+_MAX_CHECKED = 100
+"""Unknown keys of a line that are looked at for a slip of the pen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,70 +80,44 @@ class BadLine:
     error: str
 
 
-def count_lines(path: str | Path) -> int:
+def count_lines(source: Source) -> int:
     """How many lines `read_items` will yield.
 
     Raises:
-      ConfigError: the file cannot be read.
+      ConfigError: the input cannot be read to its end.
     """
-    with _open(path) as file:
-        return sum(1 for _ in _lines(file))
+    return sum(1 for _ in source.lines())
 
 
-def read_items(path: str | Path, defaults: SamplingParams, key: str = "input.path") -> Iterator[Item | BadLine]:
-    """Reads an input file; blank lines are passed over. Ids are unique, 7 and "7" being the same.
+def read_items(
+    source: Source | str | Path, defaults: SamplingParams, key: str = "input.path"
+) -> Iterator[Item | BadLine]:
+    """Reads an input; blank lines are passed over. Ids are unique, 7 and "7" being the same.
 
     Args:
-      path: the file.
+      source: the input, or its path.
       defaults: of sampling.
-      key: the setting that names the file.
+      key: the setting that names the path.
 
     Raises:
-      ConfigError: the file cannot be read.
+      ConfigError: the input cannot be read.
     """
+    if not isinstance(source, Source):
+        with Source(source, key) as opened:
+            yield from read_items(opened, defaults)
+        return
     seen: dict[str, int] = {}
-    with _open(path, key) as file:
-        for number, raw in _lines(file):
-            made = f"line-{number}"
-            while made in seen:
-                made += "'"
-            item = _read(number, raw, made, defaults)
-            earlier = seen.get(str(item.id))
-            if earlier is not None:
-                item = BadLine(
-                    number, made, f"the id {item.id!r} is already that of line {earlier}; ids must be unique"
-                )
-            seen[str(item.id)] = number
-            yield item
-
-
-_SPACE = b" \t\r\n\x0b\x0c"
-_BOM = b"\xef\xbb\xbf"
-
-
-def _open(path: str | Path, key: str = "input.path") -> BinaryIO:
-    try:
-        return Path(path).open("rb")
-    except FileNotFoundError:
-        raise ConfigError(f"there is no input file {str(path)!r} ({key})") from None
-    except OSError as error:
-        raise ConfigError(f"the input file {str(path)!r} ({key}) cannot be read ({error.strerror})") from None
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines that are not blank; None in place of one that is too long."""
-    number = 0
-    while piece := file.readline(MAX_LINE):
-        number += 1
-        if piece.endswith(b"\n") or len(piece) < MAX_LINE:
-            if number == 1:
-                piece = piece.removeprefix(_BOM)
-            if piece := piece.strip(_SPACE):
-                yield number, piece
-            continue
-        while piece and not piece.endswith(b"\n"):
-            piece = file.readline(MAX_LINE)
-        yield number, None
+    for number, raw in source.lines():
+        made = f"line-{number}"
+        while made in seen:
+            made += "'"
+        item = _read(number, raw, made, defaults)
+        earlier = seen.get(str(item.id))
+        if earlier is not None:
+            error = f"the id {quote(item.id)} is already that of line {earlier}; ids must be unique"
+            item = BadLine(number, made, error)
+        seen[str(item.id)] = number
+        yield item
 
 
 def _read(number: int, raw: bytes | None, made: str, defaults: SamplingParams) -> Item | BadLine:
@@ -121,6 +128,8 @@ def _read(number: int, raw: bytes | None, made: str, defaults: SamplingParams) -
         if given is not None:
             if not isinstance(given, str | int) or isinstance(given, bool) or given == "":
                 raise RequestError(f"id is {_short(given)}; it must be a string or an integer")
+            if len(str(given)) > MAX_ID:
+                raise RequestError(f"id is {_short(given)}; it may have {MAX_ID:,} characters")
             item_id = given
         _check_keys(record)
         prompt = _prompt(record)
@@ -128,6 +137,9 @@ def _read(number: int, raw: bytes | None, made: str, defaults: SamplingParams) -
         sampling = defaults if own is None else defaults.override(own)
     except RequestError as error:
         return BadLine(number, item_id, str(error))
+    except Exception as error:
+        # Whatever a line makes this code raise, it must not keep the other lines from being answered.
+        return BadLine(number, item_id, f"the line cannot be read ({type(error).__name__}: {cut(str(error))})")
     return Item(number, item_id, prompt, sampling)
 
 
@@ -158,10 +170,18 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_keys(record: dict[str, Any]) -> None:
-    """Refuses keys that look like a slip of the pen; what else a line carries is the user's business."""
-    for key in record:
-        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.85)
-        if near and near[0] != key:
+    """Refuses sampling parameters in the wrong place and slips of the pen; other keys are the user's business."""
+    unknown = [key for key, value in record.items() if key not in _KEYS and value is not None]
+    for key in unknown:
+        if key in _SAMPLING_KEYS:
+            value = _short(record[key])
+            raise RequestError(f'{key} is beside the prompt; it belongs into "sampling": {{"{key}": {value}}}')
+        if key in _FOREIGN_KEYS:
+            known = ", ".join(_SAMPLING_KEYS)
+            raise RequestError(f"{key} is no sampling parameter here; leave it out, the known ones are {known}")
+    for key in unknown[:_MAX_CHECKED]:
+        near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.85) if len(key) <= 64 else []
+        if near:
             raise RequestError(f"unknown key {key!r}; the nearest known one is {near[0]!r}")
 
 

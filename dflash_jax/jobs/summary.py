@@ -11,44 +11,47 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.acceptance import Acceptance, total_acceptance
+from dflash_jax.errors import ConfigError, quote
 from dflash_jax.files import replace_file
-from dflash_jax.jobs.writer import Row
+from dflash_jax.jobs.writer import Result
 
 REASONS = ("stop", "length", "abort", "error")
 
 
 def summary_path(output: str | Path) -> Path:
-    """Where the summary of an output file is: `out.jsonl` -> `out.summary.json`."""
-    return Path(output).with_suffix(".summary.json")
+    """Where the summary of an output file is: `out.jsonl` -> `out.jsonl.summary.json`.
+
+    The whole name is in it, so that no two outputs share a summary, whatever dots their names have.
+    """
+    output = Path(output)
+    return output.with_name(output.name + ".summary.json")
 
 
-def figures(rows: Iterable[Row]) -> dict[str, Any]:
-    """What the rows of an output file come to, whichever run wrote them."""
+def figures(results: Iterable[Result]) -> dict[str, Any]:
+    """What the results of an output file come to, whichever run wrote them."""
     reasons: Counter[str] = Counter()
     sums: Counter[str] = Counter()
     times: dict[str, list[float]] = {"ttft_s": [], "tpot_s": []}
-    for row in rows:
-        metrics = row.get("metrics") or {}
-        reasons[row["finish_reason"]] += 1
-        sums["prompt_tokens"] += row.get("prompt_tokens", 0)
-        sums["output_tokens"] += len(row.get("token_ids", ()))
-        sums["fallbacks"] += row.get("fallback") is not None
-        for name in ("drafts_proposed", "drafts_accepted", "drafted_request_steps", "preemptions", "cached_tokens"):
+    acceptance = Acceptance()
+    for result in results:
+        metrics = result.get("metrics") or {}
+        reasons[result["finish_reason"]] += 1
+        sums["prompt_tokens"] += result.get("prompt_tokens", 0)
+        sums["output_tokens"] += len(result.get("token_ids", ()))
+        sums["fallbacks"] += result.get("fallback") is not None
+        acceptance += total_acceptance([metrics])
+        for name in ("preemptions", "cached_tokens"):
             sums[name] += metrics.get(name) or 0
         for name, values in times.items():
             if metrics.get(name) is not None:
                 values.append(metrics[name])
-    proposed, accepted, steps = (sums[n] for n in ("drafts_proposed", "drafts_accepted", "drafted_request_steps"))
     return {
         "requests": {"total": reasons.total(), **{reason: reasons[reason] for reason in REASONS}},
         "prompt_tokens": sums["prompt_tokens"],
         "output_tokens": sums["output_tokens"],
-        "drafts_proposed": proposed,
-        "drafts_accepted": accepted,
-        "drafted_request_steps": steps,
-        "accept_rate": round(accepted / proposed, 6) if proposed else None,
-        "mean_acceptance_length": round(1 + accepted / steps, 6) if steps else None,
+        **acceptance.counts(),
+        **acceptance.ratios(digits=6),
         **{name: _spread(values) for name, values in times.items()},
         "fallbacks": sums["fallbacks"],
         "preemptions": sums["preemptions"],
@@ -99,7 +102,7 @@ def check_identity(output: str | Path, earlier: Mapping[str, Any], settings: Map
     if differing:
         name = differing[0]
         raise ConfigError(
-            f"{output} was made with {name} {recorded[name]!r}, and this job has {settings[name]!r}; "
+            f"{output} was made with {name} {quote(recorded[name])}, and this job has {quote(settings[name])}; "
             "give another output.path, or --overwrite to start it anew"
         )
 

@@ -1,56 +1,59 @@
-"""The job's output: rows that stay written."""
+"""The job's output: results that stay written."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import stat
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, quote
+from dflash_jax.files import replacing
 
 SYNC_SECONDS = 1.0
 """A machine that loses power loses at most this much; a process that dies loses nothing."""
 
-Row = dict[str, Any]
+MAX_RESULT = 1 << 28
+"""Bytes of the longest line that is taken for a result."""
+
+Result = dict[str, Any]
+"""What a job says about an input line: a JSON object on a line of the output."""
 
 
-def is_refusal(row: Row) -> bool:
-    """Whether a row says that an input line could not be run, rather than what came of running it."""
-    return row.get("finish_reason") == "error" and "line" in row
+def is_refusal(result: Result) -> bool:
+    """Whether a result says that an input line could not be run, rather than what came of running it."""
+    return result.get("finish_reason") == "error" and "line" in result
 
 
-class RowFile:
+class ResultFile:
     """An output file, open for this job alone.
 
-    Each row is handed to the system in one piece as it is written. Opening repairs a last line that an
-    interrupted write left torn. Complete rows of answers are never changed.
+    Each result is handed to the system in one piece as it is written. Opening repairs a last line that an
+    interrupted write left torn. Complete results of answers are never changed.
     """
 
-    def __init__(self, path: str | Path, *, on_row: Callable[[Row], None] = lambda row: None):
+    def __init__(self, path: str | Path):
         """Opens or creates the file, and its directory.
-
-        Args:
-          path: the file.
-          on_row: is shown every row that is already there.
 
         Raises:
           ConfigError: another job has it, it is not an output file, or it cannot be written.
         """
         self.path = Path(path)
         self.done: set[str] = set()
-        self.refusals: dict[str, Row] = {}
+        self.refusals: dict[str, Result] = {}
         self._synced = time.monotonic()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _open_locked(self.path)
-        except OSError as error:
-            raise ConfigError(f"the output file {self.path} cannot be written ({error.strerror})") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"the output file {quote(str(self.path))} cannot be written ({reason})") from None
         try:
-            self._load(on_row)
+            self._load()
         except BaseException:
             os.close(self._file)
             raise
@@ -59,20 +62,20 @@ class RowFile:
         """Whether the answer to an input line is there."""
         return str(item_id) in self.done
 
-    def write(self, row: Row) -> None:
-        """Appends a row; a refusal that is already there is not repeated.
+    def write(self, result: Result) -> None:
+        """Appends a result; a refusal that is already there is not repeated.
 
         Raises:
           ConfigError: the disk is full or fails; the file is left as it was, or with a torn last line.
         """
-        if is_refusal(row):
-            if self.refusals.get(str(row["id"])) == row:
+        if is_refusal(result):
+            if self.refusals.get(str(result["id"])) == result:
                 return
-            self.refusals[str(row["id"])] = row
+            self.refusals[str(result["id"])] = result
         else:
-            self.done.add(str(row["id"]))
+            self.done.add(str(result["id"]))
         try:
-            _write_all(self._file, encode(row))
+            _write_all(self._file, encode(result))
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 os.fsync(self._file)
                 self._synced = time.monotonic()
@@ -80,7 +83,7 @@ class RowFile:
             raise ConfigError(f"the output file {self.path} cannot be written ({error.strerror})") from None
 
     def clear(self) -> None:
-        """Forgets all rows."""
+        """Forgets all results."""
         os.ftruncate(self._file, 0)
         self.done, self.refusals = set(), {}
 
@@ -90,91 +93,120 @@ class RowFile:
         Args:
           ids: of the refusals that hold.
         """
-        kept: dict[str, Row] = {key: row for key, row in self.refusals.items() if key in ids}
+        kept: dict[str, Result] = {key: result for key, result in self.refusals.items() if key in ids}
 
-        def holds(row: Row) -> bool:
-            return not is_refusal(row) or kept.get(str(row["id"])) == row
+        def holds(result: Result) -> bool:
+            return not is_refusal(result) or kept.get(str(result["id"])) == result
 
-        if all(holds(row) for row in self.rows()):
+        if all(holds(result) for result in self.results()):
             return
         # A new file takes the old one's place at once, so that a crash in between loses nothing.
-        scratch = self.path.with_name(self.path.name + ".new")
-        fresh = os.open(scratch, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
-        fcntl.flock(fresh, fcntl.LOCK_EX)
-        for row in self.rows():
-            if holds(row):
-                _write_all(fresh, encode(row))
-        os.fsync(fresh)
-        os.replace(scratch, self.path)
+        with replacing(self.path) as scratch:
+            fresh = os.open(scratch, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                fcntl.flock(fresh, fcntl.LOCK_EX)
+                for result in self.results():
+                    if holds(result):
+                        _write_all(fresh, encode(result))
+            except BaseException:
+                os.close(fresh)
+                raise
         os.close(self._file)
         self._file, self.refusals = fresh, kept
 
-    def rows(self) -> Iterator[Row]:
-        """All rows in the file."""
-        with self.path.open("rb") as file:
-            for line in file:
-                yield json.loads(line)
+    def results(self) -> Iterator[Result]:
+        """All results in the file."""
+        yield from read_results(self.path)
 
     def close(self) -> None:
         """Makes sure of what was written, and lets go of the file."""
         os.fsync(self._file)
         os.close(self._file)
 
-    def __enter__(self) -> RowFile:
+    def __enter__(self) -> ResultFile:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _load(self, on_row: Callable[[Row], None]) -> None:
+    def _load(self) -> None:
         end, whole = 0, True
         with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                row = _decode(line)
-                if row is None and not line.endswith(b"\n") and _looks_torn(line):
+            for number, line in enumerate(iter(lambda: file.readline(MAX_RESULT), b""), start=1):
+                result = _decode(line)
+                if result is None and not line.endswith(b"\n") and _looks_torn(line):
                     os.ftruncate(self._file, end)
                     return
-                if row is None:
+                if result is None:
                     raise ConfigError(
-                        f"{self.path} line {number} is not a row that a job wrote; "
+                        f"{self.path} line {number} is not a result that a job wrote; "
                         "mend or move the file, or give another output.path"
                     )
                 end, whole = end + len(line), line.endswith(b"\n")
-                if is_refusal(row):
-                    self.refusals[str(row["id"])] = row
+                if is_refusal(result):
+                    self.refusals[str(result["id"])] = result
                 else:
-                    self.done.add(str(row["id"]))
-                on_row(row)
+                    self.done.add(str(result["id"]))
         if not whole:
             _write_all(self._file, b"\n")
 
 
-def encode(row: Row) -> bytes:
-    """A row as a line."""
-    text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+def read_results(path: Path) -> Iterator[Result]:
+    """The results in a file that a job wrote, whole ones; none if there is no such file."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in iter(lambda: file.readline(MAX_RESULT), b""):
+            result = _decode(line)
+            if result is not None:
+                yield result
+
+
+def encode(result: Result) -> bytes:
+    """A result as a line."""
+    text = json.dumps(result, ensure_ascii=False, allow_nan=False)
     # JSON need not escape these, but some readers take them for ends of lines.
     for character in "\x85\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode() + b"\n"
 
 
-def _decode(line: bytes) -> Row | None:
+def _decode(line: bytes) -> Result | None:
     try:
-        row = json.loads(line)
+        result = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and "id" in row and "finish_reason" in row else None
+    return result if _is_result(result) else None
+
+
+def _is_result(value: Any) -> bool:
+    """Whether it has what a job looks at in the results of earlier runs; older ones may lack some of it."""
+    if not (isinstance(value, dict) and isinstance(value.get("id"), str | int)):
+        return False
+    metrics, reason = value.get("metrics", {}), value.get("finish_reason")
+    return (
+        isinstance(reason, str)
+        and isinstance(metrics, dict)
+        and all(each is None or isinstance(each, int | float) for each in metrics.values())
+        and isinstance(value.get("token_ids", []), list)
+        and isinstance(value.get("prompt_tokens", 0), int)
+    )
 
 
 def _looks_torn(line: bytes) -> bool:
-    """Whether it may be the beginning of a row, or the zeros that some file systems leave after a crash."""
+    """Whether it may be the beginning of a result, or the zeros that some file systems leave after a crash."""
     return line.startswith(b"{") or not line.strip(b"\0")
 
 
 def _open_locked(path: Path) -> int:
     while True:
-        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
         try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise ConfigError(
+                    f"the output {quote(str(path))} is no file but a device or a pipe; give it a file, which the "
+                    "job reads when it is run again"
+                )
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another job may have put a new file in this one's place before the lock was ours.
             if os.fstat(file).st_ino == os.stat(path).st_ino:
@@ -184,6 +216,9 @@ def _open_locked(path: Path) -> int:
             raise ConfigError(f"another job is writing {path}; wait for it, or give another output.path") from None
         except FileNotFoundError:
             pass
+        except BaseException:
+            os.close(file)
+            raise
         os.close(file)
 
 

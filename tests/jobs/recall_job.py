@@ -61,7 +61,7 @@ class Job:
         return row
 
     def summary(self) -> dict[str, Any]:
-        return json.loads((self.directory / "out.summary.json").read_text())
+        return json.loads((self.directory / "out.jsonl.summary.json").read_text())
 
 
 def prompt(case: int, item_id: Any = None, **more: Any) -> dict[str, Any]:

@@ -5,14 +5,14 @@ import pytest
 from dflash_jax.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError, InvariantError
 from dflash_jax.jobs import compare
-from dflash_jax.jobs.screen import Screen
-from dflash_jax.jobs.signals import Stop
+from dflash_jax.jobs.console import JobConsole
+from dflash_jax.signals import Stop
 from tests.jobs.recall_job import CASES, GOLDEN, prompt
 
 K = 7
 
 
-def never(config):
+def never(setup, clock):
     raise AssertionError("the models were loaded, though there was nothing to run")
 
 
@@ -139,7 +139,7 @@ def test_a_rerun_of_a_finished_job_runs_nothing(job):
     assert again == first
 
 
-class StopAfter(Screen):
+class StopAfter(JobConsole):
     """Asks a job to end after some answers."""
 
     def __init__(self, answers):
@@ -153,8 +153,8 @@ class StopAfter(Screen):
 
 
 def test_an_interrupted_job_goes_on_where_it_was(job):
-    screen = StopAfter(2)
-    found = job.run(screen=screen, stop=screen.stop)
+    console = StopAfter(2)
+    found = job.run(console=console, stop=console.stop)
     before = job.output.read_bytes()
     assert found["status"] == "stopped"
     assert 2 <= len(job.rows()) < 5
@@ -249,6 +249,7 @@ def test_a_strict_engine_ends_the_job_and_the_rows_stay(job):
 def test_the_comparison_with_plain_decoding_is_in_the_summary(job):
     found = job.run("report.compare_plain=true", "report.compare_requests=2")["compare_plain"]
     assert found["requests"] == found["greedy_requests"] == found["greedy_equal"] == 2
+    assert found["pairs"] == 4 and found["speedup_min"] <= found["speedup"] <= found["speedup_max"]
     assert found["speedup"] == pytest.approx(found["drafted_tokens_per_s"] / found["plain_tokens_per_s"], rel=1e-3)
     assert found["mean_acceptance_length"] > 2
     assert job.run(load=never)["compare_plain"] == found

@@ -14,7 +14,7 @@ COUNT = 60
 
 def start(job):
     return subprocess.Popen(
-        [sys.executable, "-m", "dflash_jax.cli", "generate", str(job.config)],
+        [sys.executable, "-m", "dflash_jax", "generate", str(job.config)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -46,7 +46,7 @@ def test_a_job_killed_again_and_again_ends_as_if_it_never_was(job):
     job.run("output.trace=true")
     whole = outcome(job.rows())
     job.output.unlink()
-    (job.directory / "out.summary.json").unlink()
+    (job.directory / "out.jsonl.summary.json").unlink()
     job.configure(output={"path": str(job.output), "trace": True, "checkpoint_every": 0.02})
 
     rng = random.Random(SEED)

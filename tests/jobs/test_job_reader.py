@@ -7,8 +7,9 @@ import pytest
 
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError
-from dflash_jax.jobs import reader
+from dflash_jax.jobs import source
 from dflash_jax.jobs.reader import BadLine, Item, count_lines, read_items
+from dflash_jax.jobs.source import Source
 
 DEFAULTS = SamplingParams(max_tokens=7)
 
@@ -19,7 +20,8 @@ def read(tmp_path):
         path = tmp_path / "in.jsonl"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         items = list(read_items(path, DEFAULTS))
-        assert count_lines(path) == len(items)
+        with Source(path) as source:
+            assert count_lines(source) == len(items) == count_lines(source)
         return items
 
     return read
@@ -128,7 +130,7 @@ def test_a_bad_line_keeps_its_id_where_it_can_be_read(read):
 
 
 def test_a_giant_line_is_refused_and_the_rest_is_read(read, monkeypatch):
-    monkeypatch.setattr(reader, "MAX_LINE", 64)
+    monkeypatch.setattr(source, "MAX_LINE", 64)
     long = json.dumps({"id": "b", "prompt": "x" * 200})
     short = json.dumps({"id": "a", "prompt": "x"})
     items = read(f"{short}\n{long}\n{short.replace('a', 'c', 1)}\n{long}")
@@ -139,6 +141,6 @@ def test_a_giant_line_is_refused_and_the_rest_is_read(read, monkeypatch):
 
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no input file .*input\.path"):
-        count_lines(tmp_path / "absent.jsonl")
+        Source(tmp_path / "absent.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
-        count_lines(tmp_path)
+        Source(tmp_path)

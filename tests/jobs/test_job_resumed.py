@@ -6,8 +6,8 @@ import pytest
 
 from dflash_jax.engine import Engine
 from dflash_jax.errors import InvariantError
-from dflash_jax.jobs.screen import Screen
-from dflash_jax.jobs.signals import Stop
+from dflash_jax.jobs.console import JobConsole
+from dflash_jax.signals import Stop
 from tests.jobs.recall_job import CASES, prompt
 from tests.jobs.test_job_generate import Sabotaged
 
@@ -19,7 +19,7 @@ class Killed(BaseException):
     """Nothing the job could catch and tidy up after."""
 
 
-class Watch(Screen):
+class Watch(JobConsole):
     """Keeps the notes; ends the job after so many steps' tokens or answers, in the way it is told to."""
 
     def __init__(self, *, die_after_tokens=None, die_after_answers=None, stop_after_answers=None):
@@ -70,23 +70,23 @@ def snapshot(job):
 
 def die(job, **when):
     with pytest.raises(Killed):
-        job.run(*EACH_STEP, screen=Watch(**when))
+        job.run(*EACH_STEP, console=Watch(**when))
     assert snapshot(job).is_dir()
 
 
 def test_no_snapshots_are_taken_by_default(job):
-    screen = Watch(stop_after_answers=1)
-    job.run(screen=screen, stop=screen.stop)
+    console = Watch(stop_after_answers=1)
+    job.run(console=console, stop=console.stop)
     assert not snapshot(job).exists()
 
 
 def test_a_stopped_job_decodes_no_token_twice(job, whole):
-    screen = Watch(stop_after_answers=2)
-    job.run(*AT_THE_END, screen=screen, stop=screen.stop)
+    console = Watch(stop_after_answers=2)
+    job.run(*AT_THE_END, console=console, stop=console.stop)
     assert snapshot(job).is_dir() and len(job.rows()) < len(CASES)
-    screen = Watch()
-    found = job.run(*AT_THE_END, screen=screen)
-    assert "going on with" in screen.said
+    console = Watch()
+    found = job.run(*AT_THE_END, console=console)
+    assert "going on with" in console.said
     assert outcome(job.rows()) == whole and len(job.rows()) == len(CASES)
     assert sum(run["output_tokens"] for run in found["runs"]) == found["output_tokens"]
     assert not snapshot(job).exists()
@@ -97,9 +97,9 @@ def test_an_answer_written_after_the_snapshot_is_not_written_again(job, whole, a
     # The row is in the file, and the snapshot still has its request in flight.
     die(job, die_after_answers=answers)
     before = job.output.read_bytes()
-    screen = Watch()
-    job.run(*EACH_STEP, screen=screen)
-    assert "going on with" in screen.said
+    console = Watch()
+    job.run(*EACH_STEP, console=console)
+    assert "going on with" in console.said
     assert job.output.read_bytes().startswith(before)
     assert len(job.rows()) == len(CASES) and outcome(job.rows()) == whole
     assert not snapshot(job).exists()
@@ -108,18 +108,18 @@ def test_an_answer_written_after_the_snapshot_is_not_written_again(job, whole, a
 def test_a_job_killed_before_its_first_answer_goes_on_all_the_same(job, whole):
     die(job, die_after_tokens=30)
     assert job.rows() == []
-    screen = Watch()
-    found = job.run(*AT_THE_END, screen=screen)
-    assert f"going on with {len(CASES)} requests from {snapshot(job)}" in screen.said
+    console = Watch()
+    found = job.run(*AT_THE_END, console=console)
+    assert f"going on with {len(CASES)} requests from {snapshot(job)}" in console.said
     assert outcome(job.rows()) == whole
     assert 240 - 31 - 3 * 8 <= found["runs"][-1]["output_tokens"] < 240
 
 
 def test_a_snapshot_made_under_other_settings_is_not_used(job):
     die(job, die_after_tokens=30)
-    screen = Watch()
-    found = job.run(*AT_THE_END, "sampling.seed=1", screen=screen)
-    assert f"the snapshot {snapshot(job)} is not used: it was made under other settings" in screen.said
+    console = Watch()
+    found = job.run(*AT_THE_END, "sampling.seed=1", console=console)
+    assert f"the snapshot {snapshot(job)} is not used: it was made under other settings" in console.said
     assert found["runs"][-1]["output_tokens"] == 240
     assert not snapshot(job).exists()
 
@@ -127,9 +127,9 @@ def test_a_snapshot_made_under_other_settings_is_not_used(job):
 def test_a_damaged_snapshot_is_not_used_and_the_job_runs(job, whole):
     die(job, die_after_answers=1)
     (snapshot(job) / "engine" / "host.json").unlink()
-    screen = Watch()
-    job.run(*AT_THE_END, screen=screen)
-    assert "is not used: " in screen.said and "is not a snapshot of an engine" in screen.said
+    console = Watch()
+    job.run(*AT_THE_END, console=console)
+    assert "is not used: " in console.said and "is not a snapshot of an engine" in console.said
     assert outcome(job.rows()) == whole and len(job.rows()) == len(CASES)
 
 
@@ -145,9 +145,9 @@ def test_a_line_that_changed_meanwhile_is_answered_as_it_is_now(job):
 
 def test_overwrite_forgets_the_snapshot_too(job):
     die(job, die_after_tokens=30)
-    screen = Watch()
-    found = job.run(*AT_THE_END, screen=screen, overwrite=True)
-    assert "going on" not in screen.said
+    console = Watch()
+    found = job.run(*AT_THE_END, console=console, overwrite=True)
+    assert "going on" not in console.said
     assert found["runs"][-1]["output_tokens"] == 240
 
 

@@ -78,8 +78,8 @@ def test_drawn_blocks_agree_with_the_reference(implementation, case):
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(case=cases())
-def test_drawn_chunks_agree_with_the_reference(case):
-    out, ends = run_prefill("xla", case)
+def test_drawn_chunks_agree_with_the_reference(implementation, case):
+    out, ends = run_prefill(implementation, case)
     check_outputs(case, out)
     check_tables(case, *run_write(case, ends))
 
@@ -104,10 +104,10 @@ def test_the_reference_agrees_with_transformers():
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 150])
-def test_more_tokens_than_a_chunk(tokens):
+def test_more_tokens_than_a_chunk(implementation, tokens):
     shape = dataclasses.replace(SMALL, tokens=tokens)
     case = make_case(shape, idx_mapping=[2, -1, 3], q_len=[tokens, 5, tokens - 70 if tokens > 70 else 1])
-    out, ends = run_prefill("xla", case)
+    out, ends = run_prefill(implementation, case)
     check_outputs(case, out)
     check_tables(case, *run_write(case, ends))
 
@@ -118,7 +118,7 @@ def test_ragged_counts(implementation, count):
     out, block = run_block(implementation, case)
     check_outputs(case, out)
     check_tables(case, *run_fold(implementation, case, block, case.q_len))
-    out, ends = run_prefill("xla", case)
+    out, ends = run_prefill(implementation, case)
     check_outputs(case, out)
     check_tables(case, *run_write(case, ends))
 
@@ -131,11 +131,11 @@ def test_state_handed_over_at_every_point(implementation):
         first, second = whole.part(0, split), whole.part(split, 7)
         out, block = run_block(implementation, first)
         folded = run_fold(implementation, first, block, first.q_len)
-        after, ends = run_prefill("xla", second.after(*folded))
+        after, ends = run_prefill(implementation, second.after(*folded))
         check_outputs(whole, jnp.concatenate([out, after], axis=1))
         check_tables(whole, *run_write(second.after(*folded), ends))
 
-        out, ends = run_prefill("xla", first)
+        out, ends = run_prefill(implementation, first)
         written = run_write(first, ends)
         after, block = run_block(implementation, second.after(*written))
         check_outputs(whole, jnp.concatenate([out, after], axis=1))
@@ -171,7 +171,7 @@ def test_empty_rows_change_nothing(implementation):
     out, block = run_block(implementation, case)
     assert not np.asarray(out).any()
     tables = run_fold(implementation, case, block, [5, 5, 5])
-    out, ends = run_prefill("xla", case)
+    out, ends = run_prefill(implementation, case)
     assert not np.asarray(out).any()
     for table, other, before in zip(tables, run_write(case, ends), ("states", "conv_inputs"), strict=True):
         np.testing.assert_array_equal(table, case.arrays[before])
@@ -218,6 +218,21 @@ def test_a_block_is_the_same_bits_as_its_tokens_one_by_one(implementation, shape
             (states, conv_inputs), run_fold(implementation, case, block, [token + 1] * 3), strict=True
         ):
             np.testing.assert_array_equal(bits(table[LAYER]), bits(folded[LAYER]))
+
+
+@pytest.mark.usefixtures("native_code")
+def test_natively_a_prompt_is_the_same_bits_in_chunks_and_as_blocks():
+    shape = dataclasses.replace(SMALL, tokens=40, value_dim=72)
+    case = make_case(shape, idx_mapping=[2, 0, 3], q_len=[40, 40, 40])
+    out, ends = run_prefill("native", case)
+    first = case.part(0, 23)
+    first_out, first_ends = run_prefill("native", first)
+    second = case.part(23, 40).after(*run_write(first, first_ends))
+    second_out, block = run_block("native", second)
+    np.testing.assert_array_equal(jnp.concatenate([first_out, second_out], axis=1), out)
+    tables = run_fold("native", second, block, second.q_len)
+    for table, whole in zip(tables, run_write(case, ends), strict=True):
+        np.testing.assert_array_equal(bits(table[LAYER]), bits(whole[LAYER]))
 
 
 @pytest.mark.usefixtures("native_code")
@@ -288,13 +303,13 @@ def test_gradients_of_chunks_are_those_of_the_reference():
     ]
     differentiate = jax.jit(jax.grad(loss, argnums=range(2, 8)), static_argnums=0)
     with jax.enable_x64(True):
-        expected = differentiate(
-            "reference", *jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (weights, *arguments))
-        )
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (weights, *arguments))
+        expected = [np.asarray(gradient) for gradient in differentiate("reference", *wide)]
+    assert all(gradient.dtype == np.float64 for gradient in expected)
     found = differentiate("xla", [jnp.asarray(w, jnp.float32) for w in weights], *arguments)
     for name, gradient, wanted in zip((*names, "state", "conv_inputs"), found, expected, strict=True):
         scale = np.abs(wanted).max()
-        np.testing.assert_allclose(gradient / scale, wanted / scale, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(np.asarray(gradient) / scale, wanted / scale, atol=2e-5, err_msg=name)
 
 
 def test_drift_over_many_tokens_stays_small(implementation):
@@ -303,7 +318,7 @@ def test_drift_over_many_tokens_stays_small(implementation):
     case = make_case(shape, idx_mapping=[2], q_len=[4096])
     expected, ends = in_float64(case)
     scale = np.abs(ends.state).max()
-    _, end = run_prefill("xla", case)
+    _, end = run_prefill(implementation, case)
     assert np.abs(np.asarray(end.state) - ends.state).max() < 5e-6 * scale
 
     states, conv_inputs = case.arrays["states"], case.arrays["conv_inputs"]

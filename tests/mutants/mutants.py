@@ -544,6 +544,57 @@ _OF_THE_TRAINED_PAIR = (
     ),
 )
 
+_OF_JOBS = (
+    Mutant(
+        "name a summary without what is behind an output's last dot",
+        (
+            (
+                "jobs/summary.py",
+                'output.with_name(output.name + ".summary.json")',
+                'output.with_suffix(".summary.json")',
+            ),
+        ),
+        "tests/jobs/test_job_ends.py::test_no_two_outputs_of_a_folder_share_a_side_file",
+        r"assert \d+ == \d+",
+    ),
+    Mutant(
+        "take integers of any length for temperatures",
+        (("engine/request.py", "    except OverflowError:", "    except ZeroDivisionError:"),),
+        "tests/jobs/test_job_input.py::test_no_value_of_a_sampling_parameter_is_more_than_that_lines_error",
+        "OverflowError",
+    ),
+    Mutant(
+        "pass over sampling parameters beside the prompt",
+        (("jobs/reader.py", "        if key in _SAMPLING_KEYS:", "        if False:"),),
+        "tests/jobs/test_job_input.py::test_a_sampling_parameter_beside_the_prompt_is_told_its_place",
+        "assert isinstance",
+    ),
+    Mutant(
+        "let the clock run while something compiles",
+        (("compiling.py", "return time.perf_counter() - self.seconds", "return time.perf_counter()"),),
+        "tests/test_compiling.py::test_the_clock_stands_still_while_something_compiles_and_runs_otherwise",
+        "assert compiling < wall",
+    ),
+    Mutant(
+        "time what is traced within something else twice",
+        (
+            (
+                "compiling.py",
+                "        if not self._open:\n            self.seconds",
+                "        if True:\n            self.seconds",
+            ),
+        ),
+        "tests/test_compiling.py::test_what_compiles_within_something_else_counts_once",
+        "watch.seconds",
+    ),
+    Mutant(
+        "compare always plainly first",
+        (("jobs/compare.py", "if len(pairs) % 2 == 0 else (True, False)", "if True else (True, False)"),),
+        "tests/jobs/test_job_compare.py::test_each_prompt_runs_both_ways_at_once_after_the_other_and_the_order_alternates",
+        "assert",
+    ),
+)
+
 
 def _on_the_trained_pair(name: str, test: str) -> Mutant:
     [mutant] = [mutant for mutant in _OF_GOLDEN_PAIRS if mutant.name == name]
@@ -608,4 +659,4 @@ _OF_TEXT = (
     ),
 )
 
-MUTANTS = (*_OF_GOLDEN_PAIRS, *_OF_TEXT, *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR))
+MUTANTS = (*_OF_GOLDEN_PAIRS, *_OF_JOBS, *_OF_TEXT, *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR))

@@ -1,5 +1,5 @@
-// The gated delta rule of a few tokens: a block's outputs after states that stay as they are, and the fold of a block's
-// accepted tokens into states where they lie.
+// The gated delta rule: a block's outputs after states that stay as they are, the same with the states after it beside them,
+// and the fold of a block's accepted tokens into states where they lie.
 //
 // A column of a state, of one channel of the values, never meets another. So a task takes a row and a value head, and goes
 // through its state in tiles of columns that stay in the nearest cache for all tokens: the state is read from memory once,
@@ -108,31 +108,33 @@ inline void Write(const Tile<kColumns>& from, const Tile<kColumns>& to, int64_t 
   }
 }
 
-// All tokens of a tile of columns. `state` is the tile, which only the fold writes; `scratch` holds another.
-template <int kColumns, bool kFold>
-void Run(const Tile<kColumns>& state, const Tile<kColumns>& scratch, int64_t key_dim, const Token* tokens, int64_t count,
-         float* out, int64_t out_stride, const Ahead& ahead) {
+// All tokens of a tile of columns: from `state`, with another tile in `scratch`, to `end` if it is wanted.
+template <int kColumns, bool kQuery>
+void Run(const Tile<kColumns>& state, const Tile<kColumns>& scratch, const Tile<kColumns>& end, int64_t key_dim,
+         const Token* tokens, int64_t count, float* out, int64_t out_stride, const Ahead& ahead) {
   Lanes read[kColumns], difference[kColumns], answer[kColumns];
   Read(state, scratch, key_dim, tokens[0], read);
   for (int64_t t = 0; t < count; ++t) {
     const Token &token = tokens[t], *next = tokens + t + 1;
     const int from = ahead.at ? t * kWide / count : 0, to = ahead.at ? (t + 1) * kWide / count : 0;
 #pragma GCC unroll 4
-    for (int c = 0; c < kColumns; ++c)
-      difference[c] = All(token.beta) * (Load(token.v + c * kLanes) - read[c]);
+    for (int c = 0; c < kColumns; ++c) difference[c] = All(token.beta) * (Load(token.v + c * kLanes) - read[c]);
     if (t + 1 < count)
-      Write<kColumns, !kFold, true, true>(scratch, scratch, key_dim, token, difference, next, answer, read, ahead, from, to);
+      Write<kColumns, kQuery, true, true>(scratch, scratch, key_dim, token, difference, next, answer, read, ahead, from, to);
+    else if (end.at)
+      Write<kColumns, kQuery, false, true>(scratch, end, key_dim, token, difference, next, answer, read, ahead, from, to);
     else
-      Write<kColumns, !kFold, false, kFold>(scratch, state, key_dim, token, difference, next, answer, read, ahead, from, to);
-    if (!kFold)
+      Write<kColumns, kQuery, false, false>(scratch, end, key_dim, token, difference, next, answer, read, ahead, from, to);
+    if (kQuery)
       for (int c = 0; c < kColumns; ++c) *reinterpret_cast<Lanes*>(out + t * out_stride + c * kLanes) = answer[c];
   }
 }
 
-// All tokens of a state [key_dim, value_dim]. `out` is [tokens, padded], of the block; `next` is the state after this one,
-// or null.
-template <bool kFold>
-void Columns(float* state, int64_t key_dim, int64_t value_dim, std::vector<Token>& tokens, float* out, const float* next) {
+// All tokens of a state [key_dim, value_dim], which after them is in `end`, if not null: the same one or another. `out` is
+// [tokens, padded], of queries; `next` is the state after this one, or null.
+template <bool kQuery>
+void Columns(const float* state, float* end, int64_t key_dim, int64_t value_dim, std::vector<Token>& tokens, float* out,
+             const float* next) {
   const int64_t count = tokens.size(), stride = Padded(value_dim);
   const std::unique_ptr<float[]> memory(new float[key_dim * kWide * kLanes + kLanes]);
   // Vectors that lie across two lines of a cache take twice as long.
@@ -140,23 +142,25 @@ void Columns(float* state, int64_t key_dim, int64_t value_dim, std::vector<Token
   auto step = [&](int64_t columns) {
     for (Token& token : tokens) token.v += columns;
   };
-  auto after = [&](int64_t end) { return Ahead{end < value_dim ? state + end : next, value_dim}; };
+  // Of a state that is only read nothing is written.
+  auto tile = [&](const float* of, int64_t column) { return of ? const_cast<float*>(of) + column : nullptr; };
+  auto after = [&](int64_t column) { return Ahead{column < value_dim ? state + column : next, value_dim}; };
   int64_t column = 0;
   for (; column + kWide * kLanes <= value_dim; column += kWide * kLanes, step(kWide * kLanes))
-    Run<kWide, kFold>({state + column, value_dim}, {scratch, kWide * kLanes}, key_dim, tokens.data(), count,
-                      out + column, stride, after(column + kWide * kLanes));
+    Run<kWide, kQuery>({tile(state, column), value_dim}, {scratch, kWide * kLanes}, {tile(end, column), value_dim}, key_dim,
+                       tokens.data(), count, out + column, stride, after(column + kWide * kLanes));
   for (; column + kLanes <= value_dim; column += kLanes, step(kLanes))
-    Run<1, kFold>({state + column, value_dim}, {scratch, kLanes}, key_dim, tokens.data(), count, out + column, stride,
-                   {nullptr, 0});
+    Run<1, kQuery>({tile(state, column), value_dim}, {scratch, kLanes}, {tile(end, column), value_dim}, key_dim,
+                   tokens.data(), count, out + column, stride, {nullptr, 0});
   if (const int64_t left = value_dim - column) {
     // The last columns, with zeros beside them.
     for (int64_t i = 0; i < key_dim; ++i)
       *reinterpret_cast<Lanes*>(scratch + i * kLanes) = Load(state + i * value_dim + column, left);
-    Run<1, kFold>({scratch, kLanes}, {scratch, kLanes}, key_dim, tokens.data(), count, out + column, stride,
-                   {nullptr, 0});
-    if (kFold)
+    Run<1, kQuery>({scratch, kLanes}, {scratch, kLanes}, {scratch, kLanes}, key_dim, tokens.data(), count, out + column,
+                   stride, {nullptr, 0});
+    if (end)
       for (int64_t i = 0; i < key_dim; ++i)
-        std::copy(scratch + i * kLanes, scratch + i * kLanes + left, state + i * value_dim + column);
+        std::copy(scratch + i * kLanes, scratch + i * kLanes + left, end + i * value_dim + column);
   }
 }
 
@@ -177,6 +181,7 @@ struct Block {
   const Input* conv_inputs;           // [slots, channels, taps], of the layer
   const int32_t *mapping, *counts;    // [rows]
   float *out, *k, *v;                 // [rows, tokens, heads, ...]
+  float* ends;                        // [rows, value_heads, key_dim, value_dim], or null
 };
 
 // Convolution and silu of some channels of a row's first tokens, to [count, padded].
@@ -240,19 +245,24 @@ auto StateOf(const Work& work, int64_t task, int64_t end) -> decltype(work.state
   return row.count ? work.states + (row.slot * s.value_heads + task % s.value_heads) * s.state() : nullptr;
 }
 
-// Tasks first .. end, a row and value head each.
+// Tasks first .. last, a row and value head each.
 template <typename Input>
-void Compute(const Block<Input>& b, int64_t first, int64_t end) {
+void Compute(const Block<Input>& b, int64_t first, int64_t last) {
   const Shape& s = b.shape;
   const int64_t keys = Padded(s.key_dim), values = Padded(s.value_dim);
   const int64_t first_k = s.key_heads * s.key_dim, first_v = 2 * first_k;
   std::vector<float> q, k, out;
-  for (int64_t task = first; task < end; ++task) {
+  for (int64_t task = first; task < last; ++task) {
     const int64_t row = task / s.value_heads, head = task % s.value_heads, key_head = head / s.group();
     const auto [slot, count] = RowOf(b, row);
     auto place = [&](int64_t t) { return (row * s.tokens + t) * s.value_heads + task % s.value_heads; };
     for (int64_t t = count; t < s.tokens; ++t) std::memset(b.out + place(t) * s.value_dim, 0, 4 * s.value_dim);
-    if (!count) continue;
+    float* end = b.ends ? b.ends + task * s.state() : nullptr;
+    if (!count) {
+      // What an empty row's is, nobody asks for.
+      if (end) std::copy_n(b.states + (std::max<int64_t>(slot, 0) * s.value_heads + head) * s.state(), s.state(), end);
+      continue;
+    }
     if (task == first || head % s.group() == 0) {
       q = Convolve(b, row, slot, count, key_head * s.key_dim, s.key_dim);
       k = Convolve(b, row, slot, count, first_k + key_head * s.key_dim, s.key_dim);
@@ -268,9 +278,7 @@ void Compute(const Block<Input>& b, int64_t first, int64_t end) {
         std::copy_n(tokens[t].k, s.key_dim, b.k + ((row * s.tokens + t) * s.key_heads + key_head) * s.key_dim);
     }
     out.resize(count * values);
-    // The block only reads the state.
-    float* state = const_cast<float*>(StateOf(b, task, end));
-    Columns<false>(state, s.key_dim, s.value_dim, tokens, out.data(), StateOf(b, task + 1, end));
+    Columns<true>(StateOf(b, task, last), end, s.key_dim, s.value_dim, tokens, out.data(), StateOf(b, task + 1, last));
     for (int64_t t = 0; t < count; ++t) std::copy_n(&out[t * values], s.value_dim, b.out + place(t) * s.value_dim);
   }
 }
@@ -312,7 +320,8 @@ void Compute(const Fold<Input>& f, int64_t first, int64_t end) {
       const float* k = f.k + (token * s.key_heads + key_head) * s.key_dim;
       tokens[t] = {nullptr, k, &v[t * values], std::exp(f.g[place]), f.beta[place]};
     }
-    Columns<true>(StateOf(f, task, end), s.key_dim, s.value_dim, tokens, nullptr, StateOf(f, task + 1, end));
+    float* state = StateOf(f, task, end);
+    Columns<false>(state, state, s.key_dim, s.value_dim, tokens, nullptr, StateOf(f, task + 1, end));
     Shift(s, f.conv_inputs + slot * s.channels * s.taps, f.qkv + row * s.tokens * s.channels, count, head);
   }
 }
@@ -342,7 +351,8 @@ ffi::ErrorOr<Shape> ShapeOf(const Sizes& states, const Sizes& conv_inputs, const
   if (conv_inputs[0] != s.layers || conv_inputs[1] != s.slots || k[3] != s.key_dim || s.key_heads < 1 ||
       s.value_heads % s.key_heads || s.channels != 2 * s.key_heads * s.key_dim + s.value_heads * s.value_dim ||
       s.slots < 1 || layer < 0 || layer >= s.layers)
-    return ffi::Unexpected(ffi::Error::InvalidArgument("states, the convolution's inputs, keys and layer do not fit each other"));
+    return ffi::Unexpected(
+        ffi::Error::InvalidArgument("states, the convolution's inputs, keys and layer do not fit each other"));
   return s;
 }
 
@@ -362,14 +372,15 @@ typedef ffi::ResultBuffer<ffi::F32> Results;
 
 ffi::Error RunBlock(ffi::ThreadPool pool, Floats qkv, Floats g, Floats beta, Floats weight, Floats states,
                     ffi::AnyBuffer conv_inputs, Indices mapping, Indices counts, Results out, Results k, Results v,
-                    int64_t layer) {
+                    Results ends, int64_t layer) {
   const auto shape = ShapeOf(SizesOf(states), SizesOf(conv_inputs), SizesOf(*k), layer);
   if (shape.has_error()) return shape.error();
   const Shape& s = *shape;
   const Sizes of_gates = {s.rows, s.tokens, s.value_heads}, of_values = {s.rows, s.tokens, s.value_heads, s.value_dim};
   if (SizesOf(qkv) != Sizes{s.rows, s.tokens, s.channels} || SizesOf(g) != of_gates || SizesOf(beta) != of_gates ||
       SizesOf(weight) != Sizes{s.channels, s.taps + 1} || SizesOf(mapping) != Sizes{s.rows} ||
-      SizesOf(counts) != Sizes{s.rows} || SizesOf(*out) != of_values || SizesOf(*v) != of_values)
+      SizesOf(counts) != Sizes{s.rows} || SizesOf(*out) != of_values || SizesOf(*v) != of_values ||
+      (ends->element_count() && SizesOf(*ends) != Sizes{s.rows, s.value_heads, s.key_dim, s.value_dim}))
     return ffi::Error::InvalidArgument("rows, tokens, heads or channels differ between the arguments");
   return ForType(conv_inputs.element_type(), [&](auto zero) {
     using Input = decltype(zero);
@@ -377,7 +388,7 @@ ffi::Error RunBlock(ffi::ThreadPool pool, Floats qkv, Floats g, Floats beta, Flo
     const float* of_layer = states.typed_data() + layer * s.slots * s.value_heads * s.state();
     const Block<Input> block{s, qkv.typed_data(), g.typed_data(), beta.typed_data(), weight.typed_data(), of_layer, inputs,
                              mapping.typed_data(), counts.typed_data(), out->typed_data(), k->typed_data(),
-                             v->typed_data()};
+                             v->typed_data(), ends->element_count() ? ends->typed_data() : nullptr};
     RunTasks(pool, block);
   });
 }
@@ -426,6 +437,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(DflashDeltaBlock, dflash::RunBlock,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()

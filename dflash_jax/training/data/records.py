@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from grain.sources import ArrayRecordDataSource
 from jaxtyping import Int
 
 from dflash_jax.errors import ConfigError
+from dflash_jax.files import replacing
 
 _SUFFIX = ".arrayrecord"
 
@@ -72,17 +72,16 @@ def write_shard(directory: str | Path, index: int, sequences: Iterable[TokenSequ
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{index:05d}{_SUFFIX}"
-    partial = path.with_suffix(".partial")
-    # Groups of one: records are read one at a time, in random order.
-    writer = ArrayRecordWriter(str(partial), "group_size:1")
-    for number, sequence in enumerate(sequences):
-        try:
-            _check(sequence)
-        except ValueError as error:
-            raise ConfigError(f"sequence {number} for the shard {path} has {error}") from None
-        writer.write(encode_record(sequence))
-    writer.close()
-    os.replace(partial, path)
+    with replacing(path) as scratch:
+        # Groups of one: records are read one at a time, in random order.
+        writer = ArrayRecordWriter(str(scratch), "group_size:1")
+        for number, sequence in enumerate(sequences):
+            try:
+                _check(sequence)
+            except ValueError as error:
+                raise ConfigError(f"sequence {number} for the shard {path} has {error}") from None
+            writer.write(encode_record(sequence))
+        writer.close()
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dflash_jax.acceptance import total_acceptance
 from dflash_jax.checkpoints import LoadedTarget
 from dflash_jax.engine import Engine, EngineConfig, Models
 from dflash_jax.models.config import DraftConfig
@@ -16,7 +17,7 @@ def engine_acceptance(
     draft: DraftParams,
     prompts: Sequence[Sequence[int]],
     max_tokens: int,
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Answers prompts greedily with the draft, and measures acceptance.
 
     Args:
@@ -26,15 +27,10 @@ def engine_acceptance(
       max_tokens: longest answer; the model's end tokens end it too.
 
     Returns:
-      `mean_acceptance_length` and `accept_rate` over all answers (vLLM's conventions).
+      `mean_acceptance_length` and `accept_rate` over all answers (vLLM's conventions); None if nothing was drafted.
     """
     longest = max(len(prompt) for prompt in prompts) + max_tokens
     config = EngineConfig(max_slots=min(8, len(prompts)), max_model_len=longest, prefix_cache=False)
     engine = Engine(Models(target.params, target.config, draft, draft_config), config)
-    metrics = [completion.metrics for completion in engine.generate(list(prompts), {"max_tokens": max_tokens})]
-    steps = sum(m.drafted_request_steps for m in metrics)
-    accepted, proposed = (sum(getattr(m, f"drafts_{name}") for m in metrics) for name in ("accepted", "proposed"))
-    return {
-        "mean_acceptance_length": 1 + accepted / steps if steps else 0.0,
-        "accept_rate": accepted / proposed if proposed else 0.0,
-    }
+    completions = engine.generate(list(prompts), {"max_tokens": max_tokens})
+    return total_acceptance(completion.metrics for completion in completions).ratios()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +18,7 @@ from dflash_jax.files import sole_writer
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams
 from dflash_jax.progress import Bar
+from dflash_jax.signals import stop_on_signals
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data.dataset import Order
 from dflash_jax.training.objective.metrics import DraftMetrics, metric_means
@@ -82,11 +80,11 @@ def _loop(run: Run, store: RunStore) -> Trained:
     state = run.start if store.latest_step() is None else store.restore(run.start)
     step = int(state.step)
     log = MetricsLog(store.metrics, step)
-    with Bar("training", section.steps, step) as bar, _stop_signals() as stop:
+    with Bar("training", section.steps, step) as bar, stop_on_signals() as stop:
         evaluate = _evaluator(run, log, bar)
         window, window_start = None, time.perf_counter()
         batch = run.batch(order.sequences(step))
-        while step < section.steps and not stop.is_set():
+        while step < section.steps and not stop:
             state, metrics = train_step(state, batch, run.shared, run.plan, run.scale)
             step += 1
             if step < section.steps:
@@ -180,22 +178,6 @@ def _evaluator(run: Run, log: MetricsLog, bar: Bar):
     return at
 
 
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGINT and SIGTERM set, while the block runs in the main thread."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    names = (signal.SIGINT, signal.SIGTERM)
-    previous = {name: signal.signal(name, lambda *_: stop.set()) for name in names}
-    try:
-        yield stop
-    finally:
-        for name, handler in previous.items():
-            signal.signal(name, handler)
-
-
 def _export_once(directory: Path, config: DraftConfig, params: DraftParams) -> None:
     if not directory.exists():
         save_draft(directory, config, params)
@@ -208,7 +190,7 @@ def run_training(config: TrainConfig) -> None:
         last = {line["kind"]: line for line in read_metrics(config.output / "metrics.jsonl")}
         if "held_out" in last:
             print(f"mean acceptance length, teacher forced: {last['held_out']['acceptance']:.2f}")
-        if "engine" in last:
+        if "engine" in last and last["engine"]["mean_acceptance_length"] is not None:
             print(f"mean acceptance length, decoding: {last['engine']['mean_acceptance_length']:.2f}")
         print(f"finished at step {trained.step}; the draft is in {config.output / 'draft'}")
     else:

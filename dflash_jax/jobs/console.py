@@ -13,21 +13,23 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dflash_jax.acceptance import Acceptance, total_acceptance
+from dflash_jax.compiling import CompileWatch
 from dflash_jax.engine import Engine
 from dflash_jax.jobs.reader import Item
 from dflash_jax.jobs.summary import summary_path
-from dflash_jax.jobs.writer import Row
+from dflash_jax.jobs.writer import Result
 from dflash_jax.progress import Bar
 
 _WINDOW_SECONDS = 10.0
 _ERRORS_SHOWN = 5
 
 
-class Screen:
+class JobConsole:
     """Shows a job. Where stderr is no terminal, a line now and then takes the place of the bar."""
 
     def __init__(self, *, samples: int = 0, quiet: bool = False):
-        """Makes a screen.
+        """Shows nothing yet.
 
         Args:
           samples: how many answers `outcome` shows.
@@ -35,29 +37,42 @@ class Screen:
         """
         self._err = Console(stderr=True, quiet=quiet, highlight=False)
         self._samples = samples
-        self._shown: list[tuple[Item, Row]] = []
+        self._shown: list[tuple[Item, Result]] = []
         self._errors: list[str] = []
         self._worked = False
         self._recent: deque[tuple[float, int]] = deque()
-        self._steps = self._accepted = self._done = 0
+        self._acceptance, self._done = Acceptance(), 0
         self._bar: Bar | None = None
 
     # While it runs.
 
     @contextlib.contextmanager
-    def progress(self, total: int) -> Iterator[None]:
-        """Shows a progress bar over so many input lines."""
-        with Bar("generating", total, console=self._err) as self._bar:
+    def progress(self, total: int, watch: CompileWatch) -> Iterator[None]:
+        """Shows a progress bar over so many input lines, and what the watch sees."""
+        with Bar("generating", total, console=self._err, watch=watch) as self._bar:
             yield
         self._bar = None
+
+    def compiled(self, program: str, seconds: float, cached: bool) -> None:
+        """A program was compiled, or taken from the cache of compiled ones."""
+        if self._bar is not None:
+            self._bar.compiled(program, seconds, cached)
+
+    def doing(self, what: str) -> None:
+        """Something takes its time, until the next tokens."""
+        if self._bar is not None:
+            self._bar.doing(what)
 
     def note(self, text: str) -> None:
         """Says what is going on."""
         self._err.print(escape(text), soft_wrap=True)
 
-    def loaded(self, engine: Engine) -> None:
-        """Says what will run."""
-        self.note(describe(engine))
+    def loaded(self, engine: Engine, seconds: float) -> None:
+        """Says what will run, and how long it took to load."""
+        self.note(f"loaded in {seconds:.1f} s: {describe(engine)}")
+        if self._bar is not None:
+            # What goes on is no longer loading.
+            self._bar.at(self._done)
 
     def skip(self) -> None:
         """An input line's answer is there already."""
@@ -71,22 +86,20 @@ class Screen:
             self._recent.popleft()
         self._refresh()
 
-    def finished(self, item: Item, row: Row) -> None:
+    def finished(self, item: Item, result: Result) -> None:
         """A request finished."""
         self._worked = True
-        metrics = row["metrics"]
-        self._steps += metrics["drafted_request_steps"]
-        self._accepted += metrics["drafts_accepted"]
-        if row["finish_reason"] == "error":
-            self._errors.append(f"{row['id']}: {row['error']}")
+        self._acceptance += total_acceptance([result["metrics"]])
+        if result["finish_reason"] == "error":
+            self._errors.append(f"{result['id']}: {result['error']}")
         elif len(self._shown) < self._samples:
-            self._shown.append((item, row))
+            self._shown.append((item, result))
         self._advance()
 
-    def refused(self, row: Row) -> None:
+    def refused(self, result: Result) -> None:
         """An input line could not be run."""
         self._worked = True
-        self._errors.append(row["error"])
+        self._errors.append(result["error"])
         self._advance()
 
     def _advance(self) -> None:
@@ -97,8 +110,8 @@ class Screen:
     def _refresh(self) -> None:
         seconds = time.monotonic() - self._recent[0][0]
         figures = [f"{sum(count for _, count in self._recent) / seconds:.0f} tokens/s"] if seconds > 0.5 else []
-        if self._steps:
-            figures.append(f"{1 + self._accepted / self._steps:.2f} tokens/round")
+        if (length := self._acceptance.mean_acceptance_length) is not None:
+            figures.append(f"{length:.2f} tokens/round")
         if self._bar is not None:
             self._bar.at(self._done, ", ".join(figures))
 
@@ -107,11 +120,13 @@ class Screen:
     def outcome(self, found: Mapping[str, Any]) -> None:
         """Prints some answers and the summary on stdout."""
         console = Console(highlight=False)
-        for item, row in self._shown:
+        for item, result in self._shown:
             console.print(f"[bold]{escape(_prompt_text(item))}[/bold]", soft_wrap=True)
-            console.print(escape(_answer_text(row)) + "\n", soft_wrap=True)
+            console.print(escape(_answer_text(result)) + "\n", soft_wrap=True)
         nothing = found["status"] == "finished" and not self._worked
         console.print("generate: nothing was left to do" if nothing else f"generate: {found['status']}")
+        if found.get("reason"):
+            console.print(escape(found["reason"]), soft_wrap=True)
         console.print(summary_table(found))
         for error in self._errors[:_ERRORS_SHOWN]:
             console.print(f"[red]error[/red] {escape(error)}", soft_wrap=True)
@@ -154,13 +169,23 @@ def summary_table(found: Mapping[str, Any]) -> Table:
         table.add_row("time per further token", f"{found['tpot_s']['p50'] * 1e3:.1f} ms (median)")
     if found["runs"]:
         run = found["runs"][-1]
-        table.add_row("last run", f"{run['requests']} requests in {run['seconds']:.1f} s, compilation included")
-        table.add_row("throughput", f"{run['tokens_per_s']:,.1f} tokens/s")
+        table.add_row("last run", f"{run['requests']} requests in {run['seconds']:.1f} s")
+        if run["tokens_per_s"] is not None:
+            table.add_row("throughput", f"{run['tokens_per_s']:,.1f} tokens/s")
+        if compilation := run.get("compilation"):
+            table.add_row(
+                "compilation",
+                f"{compilation['seconds']:.1f} s, in no other figure; {compilation['programs']} programs, "
+                f"{compilation['cached']} of them out of the cache",
+            )
     if found["compare_plain"]:
         compared = found["compare_plain"]
+        spread = ""
+        if "pairs" in compared:
+            spread = f", {compared['speedup_min']:.2f} to {compared['speedup_max']:.2f} in {compared['pairs']} pairs"
         table.add_row(
             "speed-up by drafting",
-            f"{compared['speedup']:.2f} ({compared['drafted_tokens_per_s']:,.1f} over "
+            f"{compared['speedup']:.2f}{spread} ({compared['drafted_tokens_per_s']:,.1f} over "
             f"{compared['plain_tokens_per_s']:,.1f} tokens/s, {compared['requests']} requests)",
         )
         table.add_row("same greedy tokens", f"{compared['greedy_equal']} of {compared['greedy_requests']} requests")
@@ -175,8 +200,8 @@ def _prompt_text(item: Item) -> str:
     return _short(str(last.get("content"))) if isinstance(last, Mapping) else _short(" ".join(map(str, parts)))
 
 
-def _answer_text(row: Row) -> str:
-    return _short(row["text"] if row["text"] is not None else " ".join(map(str, row["token_ids"])), 600)
+def _answer_text(result: Result) -> str:
+    return _short(result["text"] if result["text"] is not None else " ".join(map(str, result["token_ids"])), 600)
 
 
 def _short(text: str, limit: int = 160) -> str:

@@ -1,4 +1,4 @@
-"""What a ladder is told: models and engine, out of a config of their own or a job's."""
+"""What a sweep is told: models and engine, out of a config of their own or a job's."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from pydantic import Field
 
 from dflash_jax.engine.config import DraftSource, EngineSetup
 from dflash_jax.engine.request import SamplingParams
-from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.errors import ConfigError, RequestError, quote
 from dflash_jax.jobs.config import InputFile
-from dflash_jax.settings import parse, read_settings
+from dflash_jax.kinds import check_kind
+from dflash_jax.settings import describe_source, parse, read_settings
+
+_MOST = 1 << 16
+"""Slots of an engine, as its config allows."""
 
 
-class LadderConfig(EngineSetup):
+class SweepConfig(EngineSetup):
     """A config with a draft. Of a job's, `input` may give the prompts; `output` and `report` are passed over.
 
     Attributes:
-      sampling: how the requests sample; when they end is the ladder's business.
+      sampling: how the requests sample; when they end is the sweep's business.
     """
 
     draft: DraftSource
@@ -39,8 +43,8 @@ class LadderConfig(EngineSetup):
         return EngineSetup(target=self.target, draft=self.draft, engine=self.engine.model_copy(update=sizes))
 
 
-def load_ladder(path: str | Path, overrides: Sequence[str] = ()) -> LadderConfig:
-    """Reads a ladder's config from a YAML file.
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
+    """Reads a sweep's config from a YAML file.
 
     Args:
       path: the file.
@@ -49,17 +53,18 @@ def load_ladder(path: str | Path, overrides: Sequence[str] = ()) -> LadderConfig
     Raises:
       ConfigError: it cannot be read, has no draft, or a key is unknown, missing or has a bad value.
     """
-    source = f"{path} with --set {' --set '.join(overrides)}" if overrides else str(path)
+    source = describe_source(path, overrides)
     values = read_settings(path, overrides)
+    check_kind(values, "job", source)
     if values.get("draft") is None:
-        raise ConfigError(f"{source}: a ladder compares decoding with and without a draft, and there is no 'draft'")
-    config = parse(LadderConfig, values, source)
+        raise ConfigError(f"{source}: a sweep compares decoding with and without a draft, and there is no 'draft'")
+    config = parse(SweepConfig, values, source)
     try:
         sampling = config.defaults
     except RequestError as error:
         raise ConfigError(f"{source}: {error}") from None
     if not sampling.speculation:
-        raise ConfigError(f"{source}: sampling.speculation is false; a ladder measures it on and off by itself")
+        raise ConfigError(f"{source}: sampling.speculation is false; a sweep measures it on and off by itself")
     return config
 
 
@@ -73,6 +78,6 @@ def parse_rungs(text: str) -> tuple[int, ...]:
         rungs = tuple(int(part) for part in text.split(","))
     except ValueError:
         rungs = ()
-    if not rungs or min(rungs) < 1:
-        raise ConfigError(f"--concurrency is {text!r}; it must be positive integers such as 1,2,4,8")
+    if not rungs or min(rungs) < 1 or max(rungs) > _MOST:
+        raise ConfigError(f"--concurrency is {quote(text)}; it must be positive integers such as 1,2,4,8")
     return rungs

@@ -1,4 +1,4 @@
-"""The ladder on a recall pair."""
+"""A sweep on a recall pair."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ import sys
 
 import pytest
 
+from dflash_jax.bench import sweep
+from dflash_jax.bench.config import load_sweep, parse_rungs
+from dflash_jax.bench.prompts import make_prompts
+from dflash_jax.bench.sweep import Load, failures, run_sweep
 from dflash_jax.engine import Engine
 from dflash_jax.errors import ConfigError
-from dflash_jax.jobs import ladder
-from dflash_jax.jobs.ladder import Load, failures, run_ladder
-from dflash_jax.jobs.ladder_config import load_ladder, parse_rungs
-from dflash_jax.jobs.ladder_prompts import make_prompts
-from tests.jobs.recall_job import CASES, prompt
+from tests.jobs.recall_job import CASES, Job, prompt
 from tests.pairs import engine
 
 LOAD = Load(prompt_tokens=40, output_tokens=24)
 
 
+@pytest.fixture
+def job(tmp_path):
+    made = Job(tmp_path)
+    made.configure()
+    made.prompts(*(prompt(index) for index in range(len(CASES))))
+    return made
+
+
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory):
-    from tests.jobs.recall_job import Job
-
     job = Job(tmp_path_factory.mktemp("ladder"))
     job.configure()
     job.prompts(*(prompt(index) for index in range(len(CASES))))
@@ -67,14 +73,14 @@ def test_the_table_says_where_the_prompts_are_from_and_the_plot_is_there(climbed
 
 
 def test_prompts_of_the_input_follow_its_text(job):
-    found = make_prompts(engine("recall-dflash2"), engine(None), load_ladder(job.config), 30, seed=0)
+    found = make_prompts(engine("recall-dflash2"), engine(None), load_sweep(job.config), 30, seed=0)
     assert [len(tokens) for tokens in found.token_ids] == [30] * 5
     for tokens, case in zip(found.token_ids, CASES, strict=True):
         assert list(tokens) == (case["prompt"] + case["greedy_tokens"])[:30]
 
 
 def test_random_prompts_have_no_special_tokens_and_a_fixed_seed(job):
-    config, loaded = load_ladder(job.config, ["input=null"]), engine("recall-dflash2")
+    config, loaded = load_sweep(job.config, ["input=null"]), engine("recall-dflash2")
     found = make_prompts(loaded, loaded, config, 200, seed=3)
     assert found.source == "200 random tokens each, seed 3"
     assert found == make_prompts(loaded, loaded, config, 200, seed=3)
@@ -95,8 +101,8 @@ def test_a_request_that_fails_is_counted_and_fails_the_command(job, monkeypatch)
                     self.state = self.state.replace(slots=slots.replace(draft_len=lost))
             return super().step()
 
-    monkeypatch.setattr(ladder, "Engine", Sabotaged)
-    found = run_ladder(load_ladder(job.config), [1], dataclasses.replace(LOAD, repeats=1))
+    monkeypatch.setattr(sweep, "Engine", Sabotaged)
+    found = run_sweep(load_sweep(job.config), [1], dataclasses.replace(LOAD, repeats=1))
     assert failures(found) == found["rungs"][0]["on"]["failed"] == 2
     assert (found["rungs"][0]["on"]["completed"], found["rungs"][0]["off"]["completed"]) == (8, 10)
     assert found["rungs"][0]["on"]["errors"][0].startswith("context_continuity is violated")
@@ -119,11 +125,39 @@ def test_rungs_must_be_positive_integers(text):
 
 def test_what_cannot_be_measured_is_refused(job):
     with pytest.raises(ConfigError, match=r"need 168, but engine\.max_model_len is 160"):
-        run_ladder(load_ladder(job.config), [1], Load(prompt_tokens=104, output_tokens=64))
+        run_sweep(load_sweep(job.config), [1], Load(prompt_tokens=104, output_tokens=64))
     with pytest.raises(ConfigError, match="there is no 'draft'"):
-        load_ladder(job.config, ["draft=null"])
+        load_sweep(job.config, ["draft=null"])
     with pytest.raises(ConfigError, match=r"the nearest known one is 'engine\.max_slots'"):
-        load_ladder(job.config, ["engine.max_slot=3"])
+        load_sweep(job.config, ["engine.max_slot=3"])
     job.prompts(b"not json", {"id": 1, "prompt": "there is no tokenizer for it"})
     with pytest.raises(ConfigError, match="has no prompt that can be run"):
-        run_ladder(load_ladder(job.config), [1], LOAD)
+        run_sweep(load_sweep(job.config), [1], LOAD)
+
+
+def test_each_rung_is_handed_over_when_it_is_done(job):
+    seen = []
+    found = run_sweep(load_sweep(job.config), [1, 2], dataclasses.replace(LOAD, repeats=1), on_rung=seen.append)
+    assert [[rung["concurrency"] for rung in each["rungs"]] for each in seen] == [[1], [1, 2]]
+    assert [each["status"] for each in seen] == ["running", "running"] and found["status"] == "finished"
+    assert found["rungs"] == seen[-1]["rungs"]
+
+
+def test_a_sweep_that_is_ended_leaves_the_rungs_it_has_done(job, monkeypatch):
+    def ended(config, loaded, slots, *rest):
+        if slots == 2:
+            raise KeyboardInterrupt
+        return rung(config, loaded, slots, *rest)
+
+    from dflash_jax import cli
+
+    rung = sweep._rung
+    monkeypatch.setattr(sweep, "_rung", ended)
+    out = job.directory / "out"
+    command = ["dflash-jax", "bench", "ladder", str(job.config), "--concurrency", "1,2", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", [*command, "--prompt-tokens", "40", "--output-tokens", "24", "--out", str(out)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    found = json.loads((out / "ladder.json").read_text())
+    assert found["status"] == "running" and [rung["concurrency"] for rung in found["rungs"]] == [1]
+    assert (out / "ladder.png").read_bytes().startswith(b"\x89PNG")

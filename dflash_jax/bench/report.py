@@ -1,4 +1,4 @@
-"""A ladder as a table, as JSON, and as a plot."""
+"""A sweep as a table, as JSON, and as a plot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, quote
+from dflash_jax.files import replace_file, replacing
 
 
-def write_ladder(directory: str | Path, found: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Writes `ladder.json` and `ladder.png`, and returns where.
+def write_sweep(directory: str | Path, found: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Writes `ladder.json` and `ladder.png` in the place of those of before, and returns where.
 
     Raises:
       ConfigError: they cannot be written.
@@ -24,14 +25,16 @@ def write_ladder(directory: str | Path, found: Mapping[str, Any]) -> tuple[Path,
     figures, plot = directory / "ladder.json", directory / "ladder.png"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        figures.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        FigureCanvasAgg(plot_ladder(found)).print_png(str(plot))
-    except OSError as error:
-        raise ConfigError(f"the ladder cannot be written to {directory} ({error.strerror})") from None
+        replace_file(figures, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+        with replacing(plot) as scratch:
+            FigureCanvasAgg(plot_sweep(found)).print_png(str(scratch))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"the figures cannot be written to {quote(str(directory))} ({reason})") from None
     return figures, plot
 
 
-def ladder_table(found: Mapping[str, Any]) -> Table:
+def sweep_table(found: Mapping[str, Any]) -> Table:
     """A row for each rung; times are medians, and of two figures the first is with speculation."""
     title = f"k = {found['k']}, {found['prompts']['tokens']} + {found['output_tokens']} tokens; with / without"
     table = Table(title=title, padding=(0, 0))
@@ -53,7 +56,7 @@ def ladder_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def plot_ladder(found: Mapping[str, Any]) -> Figure:
+def plot_sweep(found: Mapping[str, Any]) -> Figure:
     """Throughput both ways, their ratio, and acceptance, over concurrency."""
     rungs = found["rungs"]
     slots = [rung["concurrency"] for rung in rungs]

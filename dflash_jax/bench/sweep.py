@@ -1,19 +1,20 @@
-"""The ladder: the same requests at growing concurrency, with and without speculation, in one run."""
+"""A sweep: the same requests at growing concurrency, with and without speculation, in one run."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from dflash_jax.acceptance import total_acceptance
+from dflash_jax.bench.config import SweepConfig
+from dflash_jax.bench.prompts import make_prompts
+from dflash_jax.compiling import CompileWatch
 from dflash_jax.engine import Completion, Engine, Models, SamplingParams
 from dflash_jax.errors import ConfigError
-from dflash_jax.jobs.ladder_config import LadderConfig
-from dflash_jax.jobs.ladder_prompts import make_prompts
 from dflash_jax.jobs.summary import versions
 
 
@@ -43,10 +44,15 @@ class Run:
     completions: tuple[Completion, ...]
 
 
-def run_ladder(
-    config: LadderConfig, concurrency: Sequence[int], load: Load, *, note: Callable[[str], None] = lambda text: None
+def run_sweep(
+    config: SweepConfig,
+    concurrency: Sequence[int],
+    load: Load,
+    *,
+    note: Callable[[str], None] = lambda text: None,
+    on_rung: Callable[[dict[str, Any]], object] = lambda found: None,
 ) -> dict[str, Any]:
-    """Climbs the ladder.
+    """Runs a load at each concurrency in turn.
 
     A rung is an engine of its own with as many slots, for each way: the plain one has no draft at all, as
     a user without speculation would run it. As many requests are in flight at any time, a new one taking
@@ -55,13 +61,15 @@ def run_ladder(
     in turns; the best time counts, being the least disturbed.
 
     Args:
-      config: the models and the engine; `max_slots`, `num_pages`, `prefix_cache` and `strict` are the ladder's.
+      config: the models and the engine; `max_slots`, `num_pages`, `prefix_cache` and `strict` are the sweep's.
       concurrency: the rungs.
       load: the requests.
       note: is told how it goes.
+      on_rung: is given, after each rung, what is returned at the end with the rungs so far.
 
     Returns:
-      Plain values: what was run, and `rungs`, each with `on`, `off` (see `figures`) and `ratio`.
+      Plain values: what was run, and `rungs`, each with `on`, `off` (see `figures`) and `ratio`. `status` is "finished"
+      when all rungs are there, and "running" before.
 
     Raises:
       ConfigError, CheckpointError: it cannot be run.
@@ -72,32 +80,39 @@ def run_ladder(
             f"prompts of {load.prompt_tokens} and outputs of {load.output_tokens} tokens need {longest}, but "
             f"engine.max_model_len is {config.engine.max_model_len}"
         )
-    note(f"loading {config.target.path} and {config.draft.path}")
-    loaded = Engine.from_config(config.with_slots(1))
-    prompts = make_prompts(loaded, _engine(config, loaded, 1, False), config, load.prompt_tokens, load.seed)
-    note(f"prompts: {prompts.source}")
-    sampling = dataclasses.replace(
-        config.defaults, max_tokens=load.output_tokens, seed=load.seed, stop=(), stop_token_ids=(), ignore_eos=True
-    )
-    rungs = []
-    for slots in concurrency:
-        whole = -(-slots * load.requests_per_slot // len(prompts.token_ids))
-        rungs.append(_rung(config, loaded, slots, prompts.token_ids * whole, sampling, load.repeats))
-        note(f"{slots}: {rungs[-1]['ratio']:.2f} times plain decoding")
-    return {
-        "target": config.target.path,
-        "draft": config.draft.path,
-        "k": loaded.k,
-        "engine": config.engine.model_dump(mode="json", exclude={"max_slots", "num_pages", "prefix_cache", "strict"}),
-        "prompts": {"source": prompts.source, "distinct": len(prompts.token_ids), "tokens": load.prompt_tokens},
-        "output_tokens": load.output_tokens,
-        "temperature": sampling.temperature,
-        "seed": load.seed,
-        "repeats": load.repeats,
-        "device": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "rungs": rungs,
-    }
+    with CompileWatch() as watch:
+        note(f"loading {config.target.path} and {config.draft.path}")
+        loaded = Engine.from_config(config.with_slots(1))
+        prompts = make_prompts(loaded, _engine(config, loaded, 1, False, watch), config, load.prompt_tokens, load.seed)
+        note(f"prompts: {prompts.source}")
+        sampling = dataclasses.replace(
+            config.defaults, max_tokens=load.output_tokens, seed=load.seed, stop=(), stop_token_ids=(), ignore_eos=True
+        )
+        sizes = config.engine.model_dump(mode="json", exclude={"max_slots", "num_pages", "prefix_cache", "strict"})
+        found: dict[str, Any] = {
+            "status": "running",
+            "target": config.target.path,
+            "draft": config.draft.path,
+            "k": loaded.k,
+            "engine": sizes,
+            "prompts": {"source": prompts.source, "distinct": len(prompts.token_ids), "tokens": load.prompt_tokens},
+            "output_tokens": load.output_tokens,
+            "temperature": sampling.temperature,
+            "seed": load.seed,
+            "repeats": load.repeats,
+            "device": jax.devices()[0].device_kind,
+            "versions": versions(),
+            "compilation": watch.figures(),
+            "rungs": [],
+        }
+        for slots in concurrency:
+            whole = -(-slots * load.requests_per_slot // len(prompts.token_ids))
+            note(f"{slots} in flight: compiling, then {load.repeats} runs each way")
+            rung = _rung(config, loaded, slots, prompts.token_ids * whole, sampling, load.repeats, watch)
+            found = {**found, "compilation": watch.figures(), "rungs": [*found["rungs"], rung]}
+            note(f"{slots} in flight: {rung['ratio']:.2f} times plain decoding")
+            on_rung(found)
+    return {**found, "status": "finished"}
 
 
 def figures(runs: Sequence[Run], output_tokens: int) -> dict[str, Any]:
@@ -111,16 +126,12 @@ def figures(runs: Sequence[Run], output_tokens: int) -> dict[str, Any]:
     failed = [c for c in every if c.finish_reason == "error" or len(c.token_ids) != output_tokens]
     best = min(runs[1:], key=lambda run: run.seconds)
     completions = best.completions
-    proposed, accepted, steps = (
-        sum(getattr(c.metrics, name) for c in completions)
-        for name in ("drafts_proposed", "drafts_accepted", "drafted_request_steps")
-    )
+    acceptance = total_acceptance(c.metrics for c in completions)
     return {
         "output_tokens_per_s": sum(len(c.token_ids) for c in completions) / best.seconds,
         "tpot_s": _mean_and_median([c.metrics.tpot_s for c in completions]),
         "ttft_s": _mean_and_median([c.metrics.ttft_s for c in completions]),
-        "accept_rate": accepted / proposed if proposed else None,
-        "mean_acceptance_length": 1 + accepted / steps if steps else None,
+        **acceptance.ratios(),
         "seconds": best.seconds,
         "completed": len(every) - len(failed),
         "failed": len(failed),
@@ -129,24 +140,25 @@ def figures(runs: Sequence[Run], output_tokens: int) -> dict[str, Any]:
 
 
 def failures(found: dict[str, Any]) -> int:
-    """How many requests of a ladder failed."""
+    """How many requests of a sweep failed."""
     return sum(rung[way]["failed"] for rung in found["rungs"] for way in ("on", "off"))
 
 
 def _rung(
-    config: LadderConfig,
+    config: SweepConfig,
     loaded: Engine,
     slots: int,
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
     repeats: int,
+    watch: CompileWatch,
 ) -> dict[str, Any]:
-    engines = {way: _engine(config, loaded, slots, way == "on") for way in ("off", "on")}
+    engines = {way: _engine(config, loaded, slots, way == "on", watch) for way in ("off", "on")}
     runs: dict[str, list[Run]] = {"off": [], "on": []}
     # The first time compiles everything, since the steps are the same each time.
     for _ in range(1 + repeats):
         for way, engine in engines.items():
-            runs[way].append(_run(engine, prompts, slots, sampling))
+            runs[way].append(_run(engine, prompts, slots, sampling, watch))
     on, off = (figures(runs[way], sampling.max_tokens) for way in ("on", "off"))
     pairs = zip(runs["on"][0].completions, runs["off"][0].completions, strict=True)
     return {
@@ -159,25 +171,31 @@ def _rung(
     }
 
 
-def _engine(config: LadderConfig, loaded: Engine, slots: int, speculation: bool) -> Engine:
+def _engine(config: SweepConfig, loaded: Engine, slots: int, speculation: bool, watch: CompileWatch) -> Engine:
     """An engine of so many slots on models that are loaded already."""
     sizes, models = config.with_slots(slots).engine, loaded.models
     if not speculation:
-        return Engine(Models(models.target, models.target_config), sizes)
-    return Engine(models, sizes, k=loaded.k, max_context=config.draft.max_context)
+        return Engine(Models(models.target, models.target_config), sizes, clock=watch.clock)
+    return Engine(models, sizes, k=loaded.k, max_context=config.draft.max_context, clock=watch.clock)
 
 
-def _run(engine: Engine, prompts: Sequence[tuple[int, ...]], concurrency: int, sampling: SamplingParams) -> Run:
+def _run(
+    engine: Engine,
+    prompts: Sequence[tuple[int, ...]],
+    concurrency: int,
+    sampling: SamplingParams,
+    watch: CompileWatch,
+) -> Run:
     """Runs requests, so many in flight at any time."""
     done: dict[str, Completion] = {}
     added = 0
-    begin = time.perf_counter()
+    begin = watch.clock()
     while len(done) < len(prompts):
         while added < len(prompts) and added - len(done) < concurrency:
             engine.add_request(prompts[added], sampling, request_id=str(added))
             added += 1
         done.update((u.id, u.completion) for u in engine.step() if u.completion is not None)
-    seconds = time.perf_counter() - begin
+    seconds = watch.clock() - begin
     return Run(seconds, tuple(done[str(index)] for index in range(len(prompts))))
 
 

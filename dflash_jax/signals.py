@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Stop:
-    """Whether the job was asked to end, and by which signal."""
+    """Whether the process was asked to end, and by which signal."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -21,7 +21,10 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Notes SIGINT and SIGTERM instead of dying of them; a second one kills as usual."""
+    """Notes SIGINT and SIGTERM instead of dying of them; a second one kills as usual.
+
+    Outside the main thread signals stay what they are.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,4 +1,4 @@
-"""The prompts of a ladder: all of one length, the same in every run."""
+"""The prompts of a sweep: all of one length, the same in every run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from dflash_jax.bench.config import SweepConfig
 from dflash_jax.engine import Engine, SamplingParams
 from dflash_jax.errors import ConfigError, RequestError
-from dflash_jax.jobs.ladder_config import LadderConfig
 from dflash_jax.jobs.reader import Item, read_items
 
 _DISTINCT = 8
@@ -18,14 +18,14 @@ _DISTINCT = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class LadderPrompts:
+class SweepPrompts:
     """Prompts, and in words where they are from."""
 
     token_ids: tuple[tuple[int, ...], ...]
     source: str
 
 
-def make_prompts(loaded: Engine, plain: Engine, config: LadderConfig, tokens: int, seed: int) -> LadderPrompts:
+def make_prompts(loaded: Engine, plain: Engine, config: SweepConfig, tokens: int, seed: int) -> SweepPrompts:
     """Prompts of so many tokens: from the config's input, if it has one, else random.
 
     Those of the input are cut to length. One that is too short is continued by the target itself, greedily,
@@ -42,14 +42,14 @@ def make_prompts(loaded: Engine, plain: Engine, config: LadderConfig, tokens: in
       ConfigError: the input has no prompt that can be run.
     """
     if config.input is None:
-        return LadderPrompts(_random_prompts(loaded, tokens, seed), f"{tokens} random tokens each, seed {seed}")
+        return SweepPrompts(_random_prompts(loaded, tokens, seed), f"{tokens} random tokens each, seed {seed}")
     path = config.input.path
     found = list(itertools.islice(_tokenized(loaded, path), _DISTINCT))
     if not found:
         raise ConfigError(f"{path} has no prompt that can be run; mend it, or --set input=null for random tokens")
     cut, short = sum(len(p) > tokens for p in found), sum(len(p) < tokens for p in found)
     prompts = tuple(_continued(plain, prompt[:tokens], tokens) for prompt in found)
-    return LadderPrompts(
+    return SweepPrompts(
         prompts,
         f"the first {len(found)} of {path}, {cut} cut and {short} continued by the target to {tokens} tokens",
     )

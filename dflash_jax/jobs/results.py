@@ -1,11 +1,11 @@
-"""The rows of the output: what a job says about each input line."""
+"""Results, the lines of the output: what a job says about each input line."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from dflash_jax.engine.output import Completion, Metrics
-from dflash_jax.jobs.writer import Row
+from dflash_jax.jobs.writer import Result
 
 _NOTHING = Metrics(
     drafts_proposed=0,
@@ -20,9 +20,9 @@ _NOTHING = Metrics(
 )
 
 
-def answer(item_id: str | int, completion: Completion, *, trace: bool) -> Row:
-    """The row of a request that ran."""
-    row: Row = {
+def answer(item_id: str | int, completion: Completion, *, trace: bool) -> Result:
+    """The result of a request that ran."""
+    result: Result = {
         "id": item_id,
         "token_ids": list(completion.token_ids),
         "text": completion.text,
@@ -32,18 +32,18 @@ def answer(item_id: str | int, completion: Completion, *, trace: bool) -> Row:
         "fallback": completion.fallback,
     }
     if completion.error is not None:
-        row["error"] = completion.error
+        result["error"] = completion.error
     if trace:
-        row["trace"] = {
+        result["trace"] = {
             "produced_per_round": list(completion.produced_per_round),
             "drafted_blocks": [list(block) for block in completion.drafted_blocks],
         }
-    return row
+    return result
 
 
-def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Row:
-    """The row of an input line that cannot be run."""
-    row: Row = {
+def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Result:
+    """The result of an input line that cannot be run."""
+    result: Result = {
         "id": item_id,
         "token_ids": [],
         "text": None,
@@ -55,8 +55,8 @@ def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Row:
         "error": f"line {line}: {error}",
     }
     if trace:
-        row["trace"] = {"produced_per_round": [], "drafted_blocks": []}
-    return row
+        result["trace"] = {"produced_per_round": [], "drafted_blocks": []}
+    return result
 
 
 def _plain(metrics: Metrics) -> dict[str, float | int | None]:

@@ -1,0 +1,1 @@
+"""Measuring: the same requests with and without speculation, at growing concurrency."""

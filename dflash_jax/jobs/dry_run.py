@@ -1,0 +1,81 @@
+"""What a job would do, found out without loading weights or writing anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from dflash_jax.jobs import summary
+from dflash_jax.jobs.config import JobConfig
+from dflash_jax.jobs.inspect import Inspection, inspect_checkpoint, print_inspection
+from dflash_jax.jobs.reader import BadLine, read_items
+from dflash_jax.jobs.source import Source
+from dflash_jax.jobs.writer import is_refusal, read_results
+
+_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """What a job would do.
+
+    Attributes:
+      run: input lines that would be run.
+      done: those that the output has an answer to.
+      bad: those that cannot be read; what only a tokenizer can tell is not looked at.
+      models: target and draft.
+    """
+
+    run: int
+    done: int
+    bad: tuple[BadLine, ...]
+    models: Inspection
+
+
+def dry_run(config: JobConfig, *, overwrite: bool = False) -> DryRun:
+    """Looks at everything a job names.
+
+    Args:
+      config: the job.
+      overwrite: as if answers of earlier runs were forgotten.
+
+    Raises:
+      ConfigError, CheckpointError: the job cannot be run.
+    """
+    output = Path(config.output.path)
+    answered = set() if overwrite else {str(r["id"]) for r in read_results(output) if not is_refusal(r)}
+    if answered:
+        summary.check_identity(output, summary.read_summary(output), config.identity())
+    run, done, bad = 0, 0, []
+    with Source(config.input.path) as source:
+        for item in read_items(source, config.defaults):
+            if isinstance(item, BadLine):
+                bad.append(item)
+            elif str(item.id) in answered:
+                done += 1
+            else:
+                run += 1
+    draft = config.draft
+    models = inspect_checkpoint(
+        config.target.path,
+        draft=None if draft is None else draft.path,
+        k=None if draft is None else draft.k,
+        engine=config.engine,
+        mask_token_id=None if draft is None else draft.mask_token_id,
+    )
+    return DryRun(run, done, tuple(bad), models)
+
+
+def print_dry_run(found: DryRun, config: JobConfig) -> None:
+    """Prints it on stdout."""
+    print_inspection(found.models)
+    console = Console(highlight=False)
+    console.print(f"{found.run} lines to run, {found.done} answered already, {len(found.bad)} that cannot be run")
+    for line in found.bad[:_SHOWN]:
+        console.print(f"[red]error[/red] line {line.line}: {escape(line.error)}", soft_wrap=True)
+    if len(found.bad) > _SHOWN:
+        console.print(f"... and {len(found.bad) - _SHOWN} more")
+    console.print(escape(f"answers would go to {config.output.path}"), soft_wrap=True)

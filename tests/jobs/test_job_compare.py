@@ -1,0 +1,88 @@
+"""The comparison with plain decoding: a few prompts, in turns, with its spread told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.output import Completion, Metrics, Update
+from dflash_jax.engine.request import SamplingParams
+from dflash_jax.jobs.compare import compare_plain
+from dflash_jax.jobs.reader import Item
+
+METRICS = Metrics(6, 2, 2, None, None, None, None, 0, 0)
+
+
+@dataclasses.dataclass
+class Told:
+    """An engine that answers at known speeds: a plain token takes 4 ms of its clock, a drafted one 2 or 1."""
+
+    slots: int
+    now: float = 0.0
+
+    def __post_init__(self):
+        self.config = EngineConfig(max_slots=self.slots)
+        self.queue, self.runs = [], []
+
+    @property
+    def has_work(self):
+        return bool(self.queue)
+
+    def add_request(self, prompt, sampling):
+        self.queue.append((prompt, sampling))
+        return f"{len(self.queue)}"
+
+    def step(self):
+        (first, sampling), batch = self.queue[0], self.queue
+        self.runs.append((tuple(prompt for prompt, _ in batch), sampling.speculation, sampling.max_tokens))
+        seconds = (2e-3 if first == "slow" else 1e-3) if sampling.speculation else 4e-3
+        self.now += seconds * sampling.max_tokens * len(batch)
+        self.queue = []
+        return [
+            Update(
+                f"{n}", (), "", Completion(f"{n}", 1, (1,) * s.max_tokens, "", "length", None, None, METRICS, (), ())
+            )
+            for n, (_, s) in enumerate(batch, start=1)
+        ]
+
+
+def compare(engine, prompts, max_tokens=None):
+    items = [Item(n, n, prompt, SamplingParams(max_tokens=40)) for n, prompt in enumerate(prompts, start=1)]
+    return compare_plain(engine, items, max_tokens=max_tokens, clock=lambda: engine.now)
+
+
+def test_the_spread_is_that_of_the_pairs():
+    found = compare(Told(slots=1), ["slow", "fast", "fast", "fast"])
+    assert (found["speedup_min"], found["speedup_max"], found["pairs"]) == (2.0, 4.0, 4)
+    assert found["speedup"] == round(16 / 5, 4) and found["plain_tokens_per_s"] == 250
+    assert found["greedy_requests"] == found["greedy_equal"] == found["requests"] == 4
+
+
+def test_each_prompt_runs_both_ways_at_once_after_the_other_and_the_order_alternates():
+    engine = Told(slots=1)
+    compare(engine, "abcd", max_tokens=8)
+    timed = [(prompts, way) for prompts, way, tokens in engine.runs if tokens == 8]
+    assert timed == [
+        (("a",), False),
+        (("a",), True),
+        (("b",), True),
+        (("b",), False),
+        (("c",), False),
+        (("c",), True),
+        (("d",), True),
+        (("d",), False),
+    ]
+
+
+def test_as_many_prompts_run_at_once_as_there_are_slots_and_few_run_again():
+    engine = Told(slots=3)
+    assert compare(engine, "abcde", max_tokens=8)["pairs"] == 4
+    timed = [prompts for prompts, way, tokens in engine.runs if tokens == 8 and way]
+    assert timed == [("a", "b", "c"), ("d", "e")] * 2
+
+
+def test_no_more_is_run_than_a_few_prompts_for_a_few_tokens():
+    engine = Told(slots=1)
+    compare(engine, "abcd", max_tokens=8)
+    # Each prompt once each way, and a few tokens before.
+    assert sum(tokens for _, _, tokens in engine.runs) <= 4 * 2 * (8 + 4)
