@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +15,7 @@ from dflash_jax import Engine, EngineConfig, InvariantError
 from dflash_jax.engine.check import check_state
 from dflash_jax.engine.host import preempt
 from dflash_jax.engine.plan import make_plan
-from tests.engine.poison import poison
+from tests.engine.poison import poison, poison_slots
 from tests.engine.test_snapshots import finish
 from tests.pairs import HYBRID, SAMPLING, alone, assert_is_golden, cases, engine, models, prompts, record
 
@@ -30,19 +29,8 @@ def run(served: Engine) -> dict:
         done |= {update.id: update.completion for update in served.step() if update.completion}
         check_state(served.models, served.host, served.state)
         poison(served)
-        spoil_free_slots(served)
+        poison_slots(served)
     return done
-
-
-def spoil_free_slots(served: Engine) -> None:
-    """NaN in the recurrent state of every slot that nobody has: who opens one must not see it."""
-    taken = {sequence.slot for sequence in served.host.running if sequence.opened}
-    free = np.array([slot not in taken for slot in range(served.state.slots.position.shape[0])])
-
-    def spoil(leaf):
-        return jnp.where(free.reshape(1, -1, *[1] * (leaf.ndim - 2)), jnp.nan, leaf)
-
-    served.state = served.state.replace(recurrent=jax.tree.map(spoil, served.state.recurrent))
 
 
 @pytest.mark.parametrize("pages", [0.5, 1, 1.5, 2, 2.9, 3.9])
@@ -95,7 +83,7 @@ def test_preemption_at_every_round_changes_nothing(prefix_cache):
     while served.has_work:
         done |= {update.id: update.completion for update in served.step() if update.completion}
         poison(served)
-        spoil_free_slots(served)
+        poison_slots(served)
         for sequence in served.host.running:
             if len(sequence.produced_per_round) > sequence.preemptions:
                 served.host = preempt(served.host, sequence.id)

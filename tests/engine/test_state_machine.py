@@ -19,12 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dflash_jax.engine.check import check_state
 from dflash_jax.engine.host import preempt
-from tests.engine.poison import poison
-from tests.pairs import alone, engine, prompts, step_in_order
+from tests.engine.poison import poison, poison_slots
+from tests.pairs import HYBRID, alone, engine, prompts, step_in_order
 
-PAIR = "recall-dflash2"
 SLOTS, PAGE_SIZE = (int(n) for n in os.environ.get("DFLASH_JAX_MACHINE", "4x16").split("x"))
-PROMPTS = [tuple(prompt) for prompt in prompts(PAIR)[:4]] + [tuple(prompts(PAIR)[3][:33]), (60, 3)]
 SAMPLINGS = [
     {"max_tokens": 20},
     {"max_tokens": 3},
@@ -33,17 +31,25 @@ SAMPLINGS = [
 ]
 
 
+def prompts_of(pair):
+    """Some that share beginnings, and a very short one."""
+    return [tuple(prompt) for prompt in prompts(pair)[:4]] + [tuple(prompts(pair)[3][:33]), (60, 3)]
+
+
 class EngineMachine(RuleBasedStateMachine):
+    pair = "recall-dflash2"
+
     @initialize(pages=st.sampled_from([96, 128, 480]), cache=st.booleans(), chunk=st.sampled_from([128, 16]))
     def start(self, pages, cache, chunk):
         sizes = {"max_slots": SLOTS, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefix_cache": cache}
-        self.engine = engine(PAIR, pages=pages // PAGE_SIZE, **sizes)
+        self.engine = engine(self.pair, pages=pages // PAGE_SIZE, **sizes)
         self.asked = {}
         self.done = {}
 
-    @rule(prompt=st.sampled_from(PROMPTS), sampling=st.sampled_from(SAMPLINGS))
-    def add(self, prompt, sampling):
+    @rule(number=st.integers(0, 5), sampling=st.sampled_from(SAMPLINGS))
+    def add(self, number, sampling):
         if len(self.asked) < 12:
+            prompt = prompts_of(self.pair)[number]
             request_id = self.engine.add_request(prompt, {"ignore_eos": True, **sampling})
             self.asked[request_id] = (prompt, tuple(sampling.items()))
 
@@ -53,7 +59,7 @@ class EngineMachine(RuleBasedStateMachine):
             for update in self.engine.step():
                 if update.completion is not None:
                     self.done[update.id] = update.completion
-            poison(self.engine)
+            self.spoil()
 
     @precondition(lambda self: len(self.engine.host.running))
     @rule(data=st.data())
@@ -75,7 +81,12 @@ class EngineMachine(RuleBasedStateMachine):
             return data.draw(st.permutations([*range(count), *[-1] * holes]) if count else st.just([]))
 
         step_in_order(self.engine, order)
+        self.spoil()
+
+    def spoil(self):
+        """NaN in whatever nobody has."""
         poison(self.engine)
+        poison_slots(self.engine)
 
     @rule()
     def fork(self):
@@ -96,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.compare(request_id, completion.token_ids, completion.drafted_blocks)
 
     def compare(self, request_id, tokens, blocks):
-        wanted = alone(PAIR, *self.asked[request_id])
+        wanted = alone(self.pair, *self.asked[request_id])
         assert tokens == wanted.token_ids[: len(tokens)]
         assert blocks == wanted.drafted_blocks[: len(blocks)]
 
@@ -109,13 +120,22 @@ class EngineMachine(RuleBasedStateMachine):
         assert set(self.done) == set(self.asked)
         for request_id, completion in self.done.items():
             if completion.finish_reason == "length":
-                assert completion.token_ids == alone(PAIR, *self.asked[request_id]).token_ids
+                assert completion.token_ids == alone(self.pair, *self.asked[request_id]).token_ids
         assert self.engine.host.pool.available == self.engine.host.pool.num_pages
 
 
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(
+class HybridMachine(EngineMachine):
+    """The same on a target with recurrent states."""
+
+    pair = HYBRID
+
+
+_SETTINGS = settings(
     settings.default,
     stateful_step_count=25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = _SETTINGS
+TestHybridMachine = HybridMachine.TestCase
+TestHybridMachine.settings = settings(_SETTINGS, max_examples=max(1, settings.default.max_examples // 2))

@@ -523,6 +523,139 @@ _OF_GOLDEN_PAIRS = (
     ),
 )
 
+_HYBRID = "tests/engine/test_hybrid.py::"
+_COMMIT = (
+    "        recurrent = commit(recurrent, extension.changes, idx_mapping, count, implementation=implementation)\n"
+)
+
+# What went wrong with recurrent states elsewhere; none of it may be possible here.
+_OF_HYBRIDS = (
+    Mutant(
+        "leave a slot's recurrent state as its last owner had it",
+        (
+            (
+                "engine/steps.py",
+                '        return all_.at[:, slot].set(rows, mode="drop")\n',
+                '        return jnp.where(jnp.any(loaded), all_.at[:, slot].set(rows, mode="drop"), all_)\n',
+            ),
+        ),
+        _HYBRID + "test_a_stop_inside_a_block_ends_there_and_the_next_request_begins_clean",
+        r"assert|finite_logits",
+    ),
+    Mutant(
+        "fold a block's rejected tokens into the recurrent state",
+        (
+            (
+                "engine/steps.py",
+                _COMMIT,
+                _COMMIT.replace(
+                    "idx_mapping, count,", "idx_mapping, jnp.where(count > 0, extension.features.shape[1], 0),"
+                ),
+            ),
+        ),
+        _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-hybrid-dflash2]",
+        r"assert",
+    ),
+    Mutant(
+        "write the recurrent state of the row instead of its slot's",
+        (("engine/steps.py", _COMMIT, _COMMIT.replace("idx_mapping, count,", f"{_ROWS}, count,")),),
+        _GOLDEN + "test_all_cases_at_once_are_as_alone[recall-hybrid-dflash2]",
+        r"assert",
+    ),
+    Mutant(
+        "verify a block as if it were a prompt's chunk",
+        (
+            (
+                "engine/steps.py",
+                "jnp.where(live, idx_mapping, -1), block, q_len, implementation)",
+                "jnp.where(live, idx_mapping, -1), block, q_len, implementation, prefill=True)",
+            ),
+        ),
+        _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-hybrid-dflash2]",
+        r"assert",
+    ),
+    Mutant(
+        "begin with the checkpoint of another page",
+        (
+            (
+                "engine/steps.py",
+                "    loaded, index = loads >= 0, jnp.maximum(loads, 0)\n",
+                "    loaded = loads >= 0\n"
+                "    index = (jnp.maximum(loads, 0) + 1) % state.checkpoints.lengths.shape[0]\n",
+            ),
+            (
+                "engine/steps.py",
+                "jnp.where(loaded, state.checkpoints.lengths[index], 0)",
+                "jnp.where(loaded, state.checkpoints.lengths[jnp.maximum(loads, 0)], 0)",
+            ),
+        ),
+        _HYBRID + "test_the_same_prompt_again_begins_at_its_last_page",
+        r"assert",
+    ),
+    Mutant(
+        "take a hit as deep as its pages go, whatever the checkpoints",
+        (
+            (
+                "engine/plan.py",
+                "_Resumption(pages, checkpoint.index)",
+                "_Resumption(known, checkpoint.index)",
+            ),
+        ),
+        _HYBRID + "test_a_prompt_that_departs_leaves_a_checkpoint_there_for_the_next",
+        r"recurrent_continuity|assert",
+    ),
+    Mutant(
+        "never keep a checkpoint where prompts depart",
+        (("engine/plan.py", "for pages in (known, full) if pages > shared", "for pages in (full,) if pages > shared"),),
+        _HYBRID + "test_a_prompt_that_departs_leaves_a_checkpoint_there_for_the_next",
+        r"assert",
+    ),
+    Mutant(
+        "keep the state of another slot as the checkpoint",
+        (
+            (
+                "engine/steps.py",
+                '        return kept.at[:, index].set(slots[:, slot], mode="drop")\n',
+                '        return kept.at[:, index].set(slots[:, (slot + 1) % slots.shape[1]], mode="drop")\n',
+            ),
+        ),
+        _HYBRID + "test_the_same_prompt_again_begins_at_its_last_page",
+        r"assert",
+    ),
+    Mutant(
+        "give away the checkpoint that a request is about to begin with",
+        (("engine/plan.py", "take(host.checkpoints, pinned)", "take(host.checkpoints, ())"),),
+        _HYBRID + "test_a_checkpoint_that_a_waiting_request_begins_with_is_not_given_to_another",
+        r"assert|recurrent_continuity",
+    ),
+    Mutant(
+        "resume a preempted request from zeros behind its pages",
+        (("engine/plan.py", "            load=resumption.load,\n", "            load=None,\n"),),
+        _HYBRID + "test_preemption_at_every_round_changes_nothing[True]",
+        r"recurrent_continuity|assert",
+    ),
+    Mutant(
+        "fold nothing in a round that drafts nothing",
+        (
+            (
+                "engine/steps.py",
+                _COMMIT,
+                _COMMIT.replace(
+                    "idx_mapping, count,", "idx_mapping, jnp.where(extension.features.shape[1] > 1, count, 0),"
+                ),
+            ),
+        ),
+        _HYBRID + "test_prompts_of_every_length_decode_as_they_do_plainly[9]",
+        r"assert",
+    ),
+    Mutant(
+        "delete the check that a state has taken in what its position says",
+        (("engine/invariants.py", "        folded = slots.folded[slot] == slots.position[slot]\n", ""),),
+        _HYBRID + "test_a_state_that_took_in_another_number_of_tokens_is_noticed[True]",
+        r"DID NOT RAISE|slot_entry|position_monotone",
+    ),
+)
+
 _SAMPLED = "tests/engine/test_sampled.py::"
 
 # The same gates on the pair that this package trained: its drafter must notice too.
@@ -659,4 +792,10 @@ _OF_TEXT = (
     ),
 )
 
-MUTANTS = (*_OF_GOLDEN_PAIRS, *_OF_JOBS, *_OF_TEXT, *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR))
+MUTANTS = (
+    *_OF_GOLDEN_PAIRS,
+    *_OF_HYBRIDS,
+    *_OF_JOBS,
+    *_OF_TEXT,
+    *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR),
+)
