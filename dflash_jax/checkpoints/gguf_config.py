@@ -19,7 +19,7 @@ from dflash_jax.schema import Names, Schema, check
 
 _log = logging.getLogger(__name__)
 
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)(\.weight|\.bias|)")
 _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _ENDS = ("eos", "eot", "eom")
 # What ends a turn in published chat templates, for files that do not say which of their tokens does.
@@ -141,5 +141,5 @@ def _hf_name(name: str, gguf: Gguf) -> str:
         return f"{gguf.names[stem]}.{kind}"
     match = _LAYER.fullmatch(name)
     if match and match[2] in gguf.layer_names:
-        return f"model.layers.{match[1]}.{gguf.layer_names[match[2]]}.{match[3]}"
+        return f"model.layers.{match[1]}.{gguf.layer_names[match[2]]}{match[3]}"
     return name

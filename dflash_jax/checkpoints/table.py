@@ -46,6 +46,11 @@ def named_tensors(config: Config, stored: Tensors) -> dict[str, StoredTensor]:
     )
 
 
+def packed_tensors(config: Config, tensors: Tensors) -> dict[str, StoredTensor]:
+    """The tensors of a Hugging Face directory, from those under the table's names."""
+    return dict(tensors) if isinstance(config, DraftConfig) else FAMILIES[config.family].packed(config, tensors)
+
+
 def param_at(params: Params, path: str) -> Array:
     """The array at a leaf's path; of a matrix [inputs, outputs], however it lies."""
     node = params

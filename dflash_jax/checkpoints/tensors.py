@@ -6,6 +6,7 @@ this module knows nothing of files.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from dflash_jax.checkpoints.table import Config, Params, build_params, param_at, table
+from dflash_jax.checkpoints.table import Config, Params, build_params, packed_tensors, param_at, table
 from dflash_jax.errors import CheckpointError, ConfigError, quote
 from dflash_jax.families.leaf import HostArray, Leaf, StoredTensor
 from dflash_jax.models.config import TargetConfig
@@ -133,6 +134,7 @@ def disassemble(config: Config, params: Params, dtype: str) -> Iterator[tuple[st
       CheckpointError: an array of the params has not the shape the config gives it.
     """
     cast = numpy_dtype(dtype)
+    tensors: dict[str, StoredTensor] = {}
     for leaf in table(config):
         array = param_at(params, leaf.path)
         if array is None or array.shape != leaf.param_shape:
@@ -140,11 +142,12 @@ def disassemble(config: Config, params: Params, dtype: str) -> Iterator[tuple[st
             raise CheckpointError(
                 f"the params' {leaf.path} is {found}, but the config makes it {list(leaf.param_shape)}"
             )
-        size = leaf.size * cast.itemsize // len(leaf.names)
         for expert, name in enumerate(leaf.names):
 
-            def make(leaf=leaf, array=array, expert=expert) -> HostArray:
+            def load(slices: tuple[slice, ...], leaf=leaf, array=array, expert=expert) -> HostArray:
                 one = np.asarray(array[expert] if leaf.experts else array)
-                return np.ascontiguousarray(_oriented(one, leaf).astype(cast))
+                return np.ascontiguousarray(_oriented(one, leaf).astype(cast))[slices]
 
-            yield name, make, size
+            tensors[name] = StoredTensor(name, Path(), leaf.shape, dtype, load)
+    for name, tensor in packed_tensors(config, tensors).items():
+        yield name, tensor.read, math.prod(tensor.shape) * cast.itemsize

@@ -5,7 +5,7 @@ Adding one is described in docs/families.md.
 
 from __future__ import annotations
 
-from dflash_jax.families import drafts, llama, qwen3, qwen3_moe
+from dflash_jax.families import drafts, llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, qwen3_next
 from dflash_jax.families.family import Family, Gguf, GgufFile
 from dflash_jax.families.leaf import Leaf, StoredTensor
 
@@ -15,6 +15,9 @@ FAMILIES: dict[str, Family] = {
         qwen3.FAMILY,
         llama.FAMILY,
         qwen3_moe.FAMILY,
+        qwen3_5.FAMILY,
+        qwen3_5_moe.FAMILY,
+        qwen3_next.FAMILY,
     )
 }
 """Families of targets by name."""

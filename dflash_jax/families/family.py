@@ -64,6 +64,8 @@ class Family:
       write: the fields of a `config.json` from a config, without `architectures` and `dtype`.
       params: the params of a config, with a `Leaf` in the place of each array.
       tensors: tensors under the names that `params` gives, from those of a Hugging Face checkpoint.
+      packed: the inverse of `tensors`: what a Hugging Face checkpoint holds, from tensors under the names that
+        `params` gives.
       gguf: how GGUF has it, if this package reads that.
     """
 
@@ -73,4 +75,5 @@ class Family:
     write: Callable[[TargetConfig], dict[str, Any]]
     params: Callable[[TargetConfig], TargetParams]
     tensors: Callable[[TargetConfig, Tensors], dict[str, StoredTensor]] = _as_they_are
+    packed: Callable[[TargetConfig, Tensors], dict[str, StoredTensor]] = _as_they_are
     gguf: Gguf | None = None

@@ -7,7 +7,7 @@ from typing import Any
 from dflash_jax.errors import ConfigError, quote
 from dflash_jax.families.family import Fields
 from dflash_jax.families.rope import longest_context, read_rope, unstretched_context, write_rope
-from dflash_jax.models.config import LayerConfig, TargetConfig, TransformerConfig
+from dflash_jax.models.config import LayerConfig, RopeConfig, TargetConfig, TransformerConfig
 from dflash_jax.schema import Epsilon, Heads, Layers, Names, Positions, Schema, TokenIds, VocabSize, Width
 
 
@@ -53,9 +53,13 @@ class TransformerFields(Schema):
             "head_dim": head_dim,
             "intermediate_size": self.intermediate_size,
             "rms_norm_eps": 1e-6 if self.rms_norm_eps is None else self.rms_norm_eps,
-            "rope": read_rope(fields, self.max_position_embeddings, source),
+            "rope": self.rope(fields, source),
             "attention_bias": bool(self.attention_bias),
         }
+
+    def rope(self, fields: Fields, source: str) -> RopeConfig:
+        """The RoPE in `config.json`; arguments as of `sizes`."""
+        return read_rope(fields, self.max_position_embeddings, source)
 
 
 class TargetFields(TransformerFields):

@@ -72,21 +72,31 @@ def read_keys(model: type[_Keys], file: GgufFile) -> _Keys:
     return check(model, values, source, error=CheckpointError, label=lambda key: f"{prefix}{key}")
 
 
-def read_fields(file: GgufFile) -> dict[str, Any]:
+def read_fields(
+    file: GgufFile, keys_of: type[TransformerKeys] = TransformerKeys, *, partial: bool = False
+) -> dict[str, Any]:
     """The fields of `config.json` that every family has.
+
+    Args:
+      file: the file.
+      keys_of: the keys of a transformer as the family has them.
+      partial: whether the family may turn a part of each head only.
 
     Raises:
       CheckpointError: a key that is missing or has a value it cannot have, or a RoPE that is not supported.
     """
-    keys, tensors, metadata = read_keys(TransformerKeys, file), file.tensors, file.metadata
+    keys, tensors, metadata = read_keys(keys_of, file), file.tensors, file.metadata
     head_dim = keys.key_length or keys.embedding_length // keys.head_count
     values, rotated = keys.value_length or head_dim, keys.rope_dimensions or head_dim
-    if not head_dim == values == rotated:
+    if head_dim != values or (not partial and head_dim != rotated):
         raise CheckpointError(
             f"{file.file} has keys of {head_dim}, values of {values} and rotates "
             f"{rotated} dimensions per head; all three must be equal"
         )
     embedding = tensors.get("token_embd.weight")
+    rope = _rope(keys, file)
+    if partial:
+        rope["partial_rotary_factor"] = _factor(rotated, head_dim)
     return {
         "vocab_size": keys.vocab_size if embedding is None else embedding.shape[0],
         "hidden_size": keys.embedding_length,
@@ -99,9 +109,15 @@ def read_fields(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": keys.context_length,
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "rope_parameters": _rope(keys, file),
+        "rope_parameters": rope,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
     }
+
+
+def _factor(rotated: int, head_dim: int) -> float:
+    """The factor from which `RopeConfig.rotated` makes as many channels."""
+    factor = rotated / head_dim
+    return factor if int(head_dim * factor) == rotated else math.nextafter(factor, math.inf)
 
 
 def _rope(keys: TransformerKeys, file: GgufFile) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +86,22 @@ class StoredTensor:
     def read(self, *slices: slice) -> HostArray:
         """The tensor, or the part that slices of its leading axes select."""
         return self.load(slices)
+
+
+def changed(
+    tensor: StoredTensor, change: Callable[[HostArray], HostArray], shape: tuple[int, ...] | None = None
+) -> StoredTensor:
+    """A tensor that is another one changed: computed when it is read; of the same shape, if none is given."""
+
+    def load(slices: tuple[slice, ...]) -> HostArray:
+        return change(tensor.read())[slices]
+
+    return dataclasses.replace(tensor, shape=tensor.shape if shape is None else shape, load=load)
+
+
+def with_rows(tensor: StoredTensor, rows: Int[np.ndarray, " chosen"]) -> StoredTensor:
+    """Some rows of a tensor, in the order given."""
+    return changed(tensor, lambda array: array[rows], (len(rows), *tensor.shape[1:]))
 
 
 Tensors = Mapping[str, StoredTensor]

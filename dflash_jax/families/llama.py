@@ -13,7 +13,7 @@ from dflash_jax.errors import CheckpointError
 from dflash_jax.families import fields as shared
 from dflash_jax.families import gguf, parts
 from dflash_jax.families.family import Family, Fields, Gguf, GgufFile
-from dflash_jax.families.leaf import HostArray, StoredTensor, Tensors
+from dflash_jax.families.leaf import HostArray, StoredTensor, Tensors, changed
 from dflash_jax.families.rope import write_rope
 from dflash_jax.models.config import LayerConfig, RopeConfig, TargetConfig
 from dflash_jax.models.layers import inverse_wavelengths
@@ -101,11 +101,10 @@ def _half_split(tensor: StoredTensor, heads: int) -> StoredTensor:
     convert_hf_to_gguf.py is what this undoes).
     """
 
-    def load(slices: tuple[slice, ...]) -> HostArray:
-        pairs = tensor.read().reshape(heads, -1, 2, *tensor.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(tensor.shape)[slices]
+    def half_split(array: HostArray) -> HostArray:
+        return array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
-    return dataclasses.replace(tensor, load=load)
+    return changed(tensor, half_split)
 
 
 FAMILY = Family(

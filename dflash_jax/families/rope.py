@@ -5,6 +5,7 @@ Follows transformers' `modeling_rope_utils.py`, defaults included.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -38,7 +39,7 @@ _Optional = Annotated[Factor | None, BeforeValidator(_zero_is_none)]
 
 class _RopeFields(Schema):
     rope_theta: Theta | None = None
-    partial_rotary_factor: float | None = None
+    partial_rotary_factor: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     rope_type: str | None = None
     type: str | None = None
     factor: Factor | None = None
@@ -53,13 +54,14 @@ class _RopeFields(Schema):
     truncate: bool | None = None
 
 
-def read_rope(fields: Mapping[str, Any], max_position: int, source: str) -> RopeConfig:
+def read_rope(fields: Mapping[str, Any], max_position: int, source: str, *, partial: float | None = None) -> RopeConfig:
     """RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`.
 
     Args:
       fields: the whole `config.json`.
       max_position: what `original_max_position_embeddings` defaults to.
       source: where the fields are from, for messages.
+      partial: what `partial_rotary_factor` defaults to; None for a family that turns whole heads.
 
     Raises:
       ConfigError: a kind or option of RoPE that the models do not have, or one that is missing or out of range.
@@ -68,9 +70,14 @@ def read_rope(fields: Mapping[str, Any], max_position: int, source: str) -> Rope
     beside = check(_RopeFields, {name: fields.get(name) for name in _EITHER}, source)
     rope = check(_RopeFields, settings, source, label=lambda name: f"{section}.{name}")
     theta = rope.rope_theta or beside.rope_theta or 10_000.0
-    partial = _first(rope.partial_rotary_factor, beside.partial_rotary_factor, 1.0)
-    if partial != 1.0:
-        raise ConfigError(f"partial_rotary_factor {partial} in {source} is not supported; it must be 1 or absent")
+    given = _first(rope.partial_rotary_factor, beside.partial_rotary_factor, 1.0 if partial is None else partial)
+    if partial is None and given != 1.0:
+        raise ConfigError(f"partial_rotary_factor {given} in {source} is not supported; it must be 1 or absent")
+    read = _read_kind(rope, beside, theta, max_position, source)
+    return dataclasses.replace(read, partial=given)
+
+
+def _read_kind(rope: _RopeFields, beside: _RopeFields, theta: float, max_position: int, source: str) -> RopeConfig:
     kind = _first(rope.rope_type, rope.type, "default")
     if kind not in _KINDS:
         raise ConfigError(
@@ -180,6 +187,8 @@ def with_scaling(fields: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """`rope_parameters` that `read_rope` reads back the same."""
     fields: dict[str, Any] = {"rope_theta": rope.theta, "rope_type": rope.kind}
+    if rope.partial != 1.0:
+        fields["partial_rotary_factor"] = rope.partial
     if rope.kind != "default":
         fields["factor"] = rope.factor
     if rope.kind in ("llama3", "yarn"):

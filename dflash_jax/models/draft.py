@@ -89,7 +89,7 @@ def run_block(
     q_len = jnp.full((rows,), 1 + drafts, jnp.int32)
 
     def attend(index, weights, layer, normed):
-        q, _ = project_q(normed, positions, weights, config)
+        q = project_q(normed, positions, weights, config)
         k, v = project_kv(normed, positions, weights, config)
         return context.attend(
             index,

@@ -91,8 +91,18 @@ def project_q(
     positions: Int[Array, "rows tokens"],
     weights: AttentionWeights,
     config: TransformerConfig,
+) -> Float[Array, "rows tokens heads head_dim"]:
+    """Queries, normalised per head where the model does, rotated."""
+    return project_gated_q(x, positions, weights, config)[0]
+
+
+def project_gated_q(
+    x: Float[Array, "rows tokens hidden"],
+    positions: Int[Array, "rows tokens"],
+    weights: AttentionWeights,
+    config: TransformerConfig,
 ) -> tuple[Float[Array, "rows tokens heads head_dim"], Float[Array, "rows tokens heads head_dim"] | None]:
-    """Queries, normalised per head where the model does, rotated; and the logits of attention's gate, if it has one."""
+    """Queries as of `project_q`, and the logits of attention's gate; None where it has none."""
     q, gate = linear(x, weights.q_proj).reshape(*x.shape[:2], config.num_heads, -1), None
     if config.attention_gate:
         q, gate = jnp.split(q, 2, axis=-1)

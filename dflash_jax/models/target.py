@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import TargetConfig
-from dflash_jax.models.layers import linear, mlp, moe, norm, project_kv, project_q
+from dflash_jax.models.layers import linear, mlp, moe, norm, project_gated_q, project_kv
 from dflash_jax.models.lm_head import target_head
 from dflash_jax.models.recurrent import Changes, Recurrent, gated_delta_layer
 from dflash_jax.models.weights import GatedDeltaWeights, MoeWeights, TargetParams
@@ -91,7 +91,7 @@ def extend(
             changes.append(change)
         else:
             with jax.named_scope("attention"):
-                q, gate = project_q(normed, positions, weights.attention, config)
+                q, gate = project_gated_q(normed, positions, weights.attention, config)
                 k, v = project_kv(normed, positions, weights.attention, config)
                 # Attention gives a token that may not be seen the weight 0, and 0 times NaN is NaN. Its keys stay what
                 # they are, so that tokens that may see it compute NaN.

@@ -47,10 +47,9 @@ def block_hidden(
         return x.reshape(sequences, count, *x.shape[1:])
 
     def attend(index, weights, layer, normed):
-        q, _ = project_q(normed, positions, weights, config)
         k, v = project_kv(normed, positions, weights, config)
         return anchored_attention(
-            split(q),
+            split(project_q(normed, positions, weights, config)),
             split(k),
             split(v),
             context.k[index],
