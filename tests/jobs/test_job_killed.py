@@ -12,7 +12,9 @@ import random
 import signal
 import time
 
-from tests.jobs.recall_job import CASES, prompt
+import pytest
+
+from tests.jobs.recall_job import CASES, GOLDEN, prompt
 from tests.jobs.test_job_interrupted import start
 from tests.jobs.test_job_resumed import outcome, snapshot
 
@@ -41,13 +43,17 @@ def kill_at(job, seconds):
         process.kill()
 
 
-def test_a_job_killed_again_and_again_ends_as_if_it_never_was(job):
+@pytest.mark.parametrize("pair", ["recall-dflash2", "recall-hybrid-dflash2"])
+def test_a_job_killed_again_and_again_ends_as_if_it_never_was(job, pair):
+    target = "recall-hybrid-target" if "hybrid" in pair else "recall-target"
+    models = {"target": {"path": str(GOLDEN / target)}, "draft": {"path": str(GOLDEN / pair)}}
+    job.configure(**models)
     job.prompts(*(prompt(n % len(CASES), n) for n in range(COUNT)))
     job.run("output.trace=true")
     whole = outcome(job.rows())
     job.output.unlink()
     (job.directory / "out.jsonl.summary.json").unlink()
-    job.configure(output={"path": str(job.output), "trace": True, "checkpoint_every": 0.02})
+    job.configure(**models, output={"path": str(job.output), "trace": True, "checkpoint_every": 0.02})
 
     rng = random.Random(SEED)
     killed = resumed = 0
