@@ -589,7 +589,7 @@ _OF_HYBRIDS = (
                 "jnp.where(loaded, state.checkpoints.lengths[jnp.maximum(loads, 0)], 0)",
             ),
         ),
-        _HYBRID + "test_the_same_prompt_again_begins_at_its_last_page",
+        _HYBRID + "test_the_same_prompt_again_begins_at_its_last_page[81]",
         r"assert",
     ),
     Mutant(
@@ -619,7 +619,7 @@ _OF_HYBRIDS = (
                 '        return kept.at[:, index].set(slots[:, (slot + 1) % slots.shape[1]], mode="drop")\n',
             ),
         ),
-        _HYBRID + "test_the_same_prompt_again_begins_at_its_last_page",
+        _HYBRID + "test_the_same_prompt_again_begins_at_its_last_page[81]",
         r"assert",
     ),
     Mutant(
