@@ -47,6 +47,7 @@ class HybridFields(shared.TargetFields):
     layer_types: Names | None = None
     full_attention_interval: Layers = 4
     attn_output_gate: bool | None = True
+    output_gate_type: str | None = None
 
     def rope(self, fields: Fields, source: str) -> RopeConfig:
         """The RoPE in `config.json`. That of several dimensions is the ordinary one where there is only text."""
@@ -91,6 +92,11 @@ class HybridFields(shared.TargetFields):
         """
         if self.attn_output_gate is False:
             raise ConfigError(f"attn_output_gate in {source} is false; it must be true or absent")
+        if self.output_gate_type not in (None, "silu", "swish"):
+            raise ConfigError(
+                f"output_gate_type {quote(self.output_gate_type)} in {source} is not supported; it must be 'swish' or "
+                "absent"
+            )
         layers = (LayerConfig(moe=moe(index), gated_delta=delta) for index, delta in enumerate(self.deltas(source)))
         return self.target(
             fields,

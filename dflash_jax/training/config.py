@@ -186,11 +186,29 @@ class OptimiserSection(UpdateSection):
     anchors: Size = 128
 
 
+class GatedDeltaShape(StrictSection):
+    """The Gated DeltaNet layers of a fresh Qwen3.5, in the names of its `config.json`.
+
+    Attributes:
+      full_attention_interval: every so many layers one is of attention.
+      partial_rotary_factor: the part of each of attention's heads that turns.
+    """
+
+    linear_num_key_heads: Annotated[int, Field(gt=0, le=1024)]
+    linear_num_value_heads: Annotated[int, Field(gt=0, le=1024)]
+    linear_key_head_dim: Annotated[int, Field(gt=0, le=1024)]
+    linear_value_head_dim: Annotated[int, Field(gt=0, le=1024)]
+    linear_conv_kernel_dim: Annotated[int, Field(gt=1, le=64)] = 4
+    full_attention_interval: Layers = 4
+    partial_rotary_factor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.25
+
+
 class TargetShape(StrictSection):
-    """The sizes of a fresh Qwen3, in the names of its `config.json`.
+    """The sizes of a fresh Qwen3, or Qwen3.5, in the names of its `config.json`.
 
     Attributes:
       eos_token_id, bos_token_id: tokens that end and begin a text; null for none.
+      gated_delta: makes it a Qwen3.5; null for a Qwen3.
     """
 
     vocab_size: Size
@@ -206,6 +224,7 @@ class TargetShape(StrictSection):
     tie_word_embeddings: bool = False
     eos_token_id: TokenId | None = None
     bos_token_id: TokenId | None = None
+    gated_delta: GatedDeltaShape | None = None
 
 
 class PretrainSection(StrictSection):

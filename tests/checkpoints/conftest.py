@@ -11,6 +11,7 @@ from dflash_jax.checkpoints.table import build_params, table
 from dflash_jax.models.config import (
     ConvConfig,
     DraftConfig,
+    GatedDeltaConfig,
     LayerConfig,
     MoeConfig,
     RopeConfig,
@@ -88,7 +89,48 @@ DFLASH2 = DraftConfig(
     conv=ConvConfig(3, 4),
     selector=SelectorConfig(5, 6),
 )
-TARGETS = {"qwen3": QWEN3, "llama": LLAMA, "qwen3_moe": MOE}
+DELTA = GatedDeltaConfig(num_key_heads=2, num_value_heads=6, key_dim=4, value_dim=3, conv_width=3)
+_HYBRID = {
+    **SIZES,
+    "rope": RopeConfig(1e6, partial=0.25),
+    "qk_norm": True,
+    "attention_bias": False,
+    "attention_gate": True,
+    "zero_centred_norms": True,
+    "max_position": 512,
+}
+QWEN35 = TargetConfig(
+    **_HYBRID,
+    layers=(LayerConfig(gated_delta=DELTA), LayerConfig(), LayerConfig(gated_delta=DELTA)),
+    family="qwen3_5",
+    tied_embeddings=True,
+    eos_token_ids=(3,),
+)
+QWEN35_MOE = TargetConfig(
+    **_HYBRID,
+    layers=(
+        LayerConfig(gated_delta=DELTA, moe=MoeConfig(3, 2, 6, True, 5)),
+        LayerConfig(moe=MoeConfig(3, 2, 6, True, 5)),
+    ),
+    family="qwen3_5_moe",
+)
+QWEN3_NEXT = TargetConfig(
+    **_HYBRID,
+    layers=(
+        LayerConfig(moe=MoeConfig(3, 2, 6, False, 5)),
+        LayerConfig(gated_delta=DELTA, moe=MoeConfig(3, 2, 6, False, 5)),
+        LayerConfig(gated_delta=DELTA),
+    ),
+    family="qwen3_next",
+)
+TARGETS = {
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+    "qwen3_moe": MOE,
+    "qwen3_5": QWEN35,
+    "qwen3_5_moe": QWEN35_MOE,
+    "qwen3_next": QWEN3_NEXT,
+}
 DRAFTS = {"dflash1": DFLASH1, "dflash2": DFLASH2}
 
 

@@ -224,7 +224,7 @@ def test_yarn_without_factor_takes_it_from_the_context_lengths():
     assert rope.factor == 4.0
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_target_config_survives_json(models, name):
     config = models.targets[name]
     assert target_config(json.loads(json.dumps(config_fields(config)))) == config

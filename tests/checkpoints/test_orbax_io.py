@@ -6,7 +6,7 @@ from dflash_jax.checkpoints import describe, load_draft, load_target, restore_pa
 from dflash_jax.errors import CheckpointError
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "dflash1", "dflash2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "dflash1", "dflash2"])
 def test_params_come_back_bit_for_bit(models, tmp_path, name):
     config = {**models.targets, **models.drafts}[name]
     params = models.params(config)

@@ -20,7 +20,7 @@ def rewrite(directory, change):
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 2000], ids=["one-file", "sharded"])
-@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"])
 def test_target_comes_back_as_it_was_saved(models, tmp_path, name, shard_bytes):
     config, params = models.targets[name], models.params(models.targets[name])
     save_target(tmp_path / "t", config, params, "float32", max_shard_bytes=shard_bytes)

@@ -24,6 +24,7 @@ TOLERANCE = 2e-4
 PAGE, PAGES, SLOTS, SLOT = 16, 20, 3, 1
 TARGETS = ("tiny-qwen3_5", "tiny-qwen3_5-moe", "tiny-qwen3-next")
 BLOCK = 17
+DTYPE = jnp.dtype("float32")
 
 Cached = tuple[KeyValues, Recurrent, jax.Array]
 
@@ -39,10 +40,10 @@ def sequences(name: str) -> list[str]:
 
 
 def nothing_cached(config: TargetConfig) -> Cached:
-    recurrent = init_recurrent(config, SLOTS, jnp.float32)
+    recurrent = init_recurrent(config, SLOTS, DTYPE)
     # What other slots hold must not matter.
     noise = jax.tree.map(lambda x: x.at[:, :SLOT].set(7.0).at[:, SLOT + 1 :].set(-7.0), recurrent)
-    return init_pages(config, PAGES, PAGE, jnp.float32), noise, jnp.zeros((), jnp.int32)
+    return init_pages(config, PAGES, PAGE, DTYPE), noise, jnp.zeros((), jnp.int32)
 
 
 @partial(jax.jit, static_argnames=("config", "prefill", "layers"))
@@ -148,6 +149,6 @@ def test_rejected_tokens_of_a_block_leave_the_states_as_one_by_one(name):
 
 def test_a_hybrid_without_states_is_refused():
     params, config = target("tiny-qwen3_5")
-    context = Context(init_pages(config, 1, PAGE, jnp.float32), *(jnp.zeros(s, jnp.int32) for s in ((1, 1), 1, 1)))
+    context = Context(init_pages(config, 1, PAGE, DTYPE), *(jnp.zeros(s, jnp.int32) for s in ((1, 1), 1, 1)))
     with pytest.raises(ValueError, match="needs their states"):
         extend(params, config, context, jnp.zeros((1, 4), jnp.int32), jnp.full(1, 4))

@@ -14,6 +14,7 @@ from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.matrix import map_matrices
+from dflash_jax.models.recurrent import init_recurrent
 from dflash_jax.models.target import Extension, extend
 from dflash_jax.models.weights import DraftParams, TargetParams
 from dflash_jax.training.precision import rounded
@@ -31,7 +32,8 @@ def run_sequences(
 ) -> Extension:
     """Runs the target over whole sequences: `extend` with nothing cached."""
     sequences, length = tokens.shape
-    nothing = jnp.zeros((config.num_layers, 1, 1, config.num_kv_heads, config.head_dim), params.embedding.dtype)
+    layers, dtype = len(config.attention_layers), params.embedding.dtype
+    nothing = jnp.zeros((layers, 1, 1, config.num_kv_heads, config.head_dim), dtype)
     context = Context(
         pages=KeyValues(nothing, nothing),
         block_table=jnp.full((sequences, 1), -1, jnp.int32),
@@ -39,7 +41,17 @@ def run_sequences(
         lengths=jnp.zeros(sequences, jnp.int32),
     )
     q_len = jnp.full((sequences,), length, jnp.int32)
-    return extend(params, config, context, tokens, q_len, feature_layers=feature_layers, implementation=implementation)
+    return extend(
+        params,
+        config,
+        context,
+        tokens,
+        q_len,
+        recurrent=init_recurrent(config, sequences, dtype),
+        prefill=True,
+        feature_layers=feature_layers,
+        implementation=implementation,
+    )
 
 
 class FeatureExtractor:

@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Key, PyTree
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import (
     DraftConfig,
+    GatedDeltaConfig,
+    LayerConfig,
     TargetConfig,
     TransformerConfig,
 )
@@ -20,6 +22,7 @@ from dflash_jax.models.weights import (
     AttentionWeights,
     ConvWeights,
     DraftParams,
+    GatedDeltaWeights,
     LayerWeights,
     Linear,
     MlpWeights,
@@ -113,8 +116,17 @@ def _fresh_selector(key: Key[Array, ""], config: DraftConfig) -> SelectorWeights
     )
 
 
-def random_layer(key: Key[Array, ""], config: TransformerConfig, scale: float) -> LayerWeights:
-    """A fresh layer with norms per head: matrices of standard deviation scale / sqrt(inputs), float32."""
+def random_layer(
+    key: Key[Array, ""], config: TransformerConfig, scale: float, kind: LayerConfig | None = None
+) -> LayerWeights:
+    """A fresh layer with norms per head: matrices of standard deviation scale / sqrt(inputs), float32.
+
+    Args:
+      key: for what is drawn.
+      config: of the model.
+      scale: of its matrices.
+      kind: what the layer is; attention and a dense MLP if none is given.
+    """
     keys = jax.random.split(key, 7)
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, cached = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -122,23 +134,59 @@ def random_layer(key: Key[Array, ""], config: TransformerConfig, scale: float) -
     def drawn(index: int, inputs: int, outputs: int) -> Linear:
         return Linear(_random_matrix(keys[index], inputs, outputs, scale))
 
-    return LayerWeights(
-        input_norm=jnp.ones(hidden),
-        attention=AttentionWeights(
-            q_proj=drawn(0, hidden, queries),
+    mixer: AttentionWeights | GatedDeltaWeights
+    if kind is not None and kind.gated_delta is not None:
+        mixer = _random_delta(keys[:4], kind.gated_delta, hidden, scale)
+    else:
+        mixer = AttentionWeights(
+            q_proj=drawn(0, hidden, 2 * queries if config.attention_gate else queries),
             k_proj=drawn(1, hidden, cached),
             v_proj=drawn(2, hidden, cached),
             o_proj=drawn(3, queries, hidden),
-            q_norm=jnp.ones(config.head_dim),
-            k_norm=jnp.ones(config.head_dim),
-        ),
-        post_attention_norm=jnp.ones(hidden),
+            q_norm=fresh_norm(config, config.head_dim),
+            k_norm=fresh_norm(config, config.head_dim),
+        )
+    return LayerWeights(
+        input_norm=fresh_norm(config, hidden),
+        attention=mixer,
+        post_attention_norm=fresh_norm(config, hidden),
         mlp=MlpWeights(drawn(4, hidden, inner), drawn(5, hidden, inner), drawn(6, inner, hidden)),
+    )
+
+
+def fresh_norm(config: TransformerConfig, channels: int) -> Float[Array, " channels"]:
+    """The weights of a norm that scales nothing."""
+    return jnp.zeros(channels) if config.zero_centred_norms else jnp.ones(channels)
+
+
+_MOST_DECAY = 16.0
+
+
+def _random_delta(keys: Key[Array, " keys"], delta: GatedDeltaConfig, hidden: int, scale: float) -> GatedDeltaWeights:
+    """A fresh Gated DeltaNet; decays and their bias as transformers draws them, the convolution as torch does."""
+    qkv, rest, conv, decay = keys
+    z, b, a, out = jax.random.split(rest, 4)
+    heads, bound = delta.num_value_heads, delta.conv_width**-0.5
+    return GatedDeltaWeights(
+        in_proj_qkv=_random_matrix(qkv, hidden, delta.channels, scale),
+        in_proj_z=_random_matrix(z, hidden, delta.values, scale),
+        in_proj_b=_random_matrix(b, hidden, heads, scale),
+        in_proj_a=_random_matrix(a, hidden, heads, scale),
+        conv=jax.random.uniform(conv, (delta.channels, delta.conv_width), minval=-bound, maxval=bound),
+        a_log=jnp.log(jax.random.uniform(decay, (heads,), minval=0.01, maxval=_MOST_DECAY)),
+        dt_bias=jnp.ones(heads),
+        norm=jnp.ones(delta.value_dim),
+        out_proj=_random_matrix(out, delta.values, hidden, scale),
     )
 
 
 def _copied_layer(source: LayerWeights, config: DraftConfig, target: TargetConfig) -> LayerWeights:
     """A layer of the target as a layer of the draft, without biases."""
+    if target.gated_delta_layers or target.attention_gate:
+        raise ConfigError(
+            "init.layers is 'target', but the target has Gated DeltaNet layers or a gate on its attention, which a "
+            "draft does not have; set it to 'random'"
+        )
     if not isinstance(source.mlp, MlpWeights):
         raise ConfigError(
             "init.layers is 'target', but the target's last layers are mixtures of experts, which a draft does not "
@@ -153,6 +201,7 @@ def _copied_layer(source: LayerWeights, config: DraftConfig, target: TargetConfi
     source = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), source)
     dense, attention = source.mlp, source.attention
     assert isinstance(dense, MlpWeights)
+    assert isinstance(attention, AttentionWeights)
     gate, up, down = (part.weight.in_out for part in (dense.gate_proj, dense.up_proj, dense.down_proj))
     strength = jnp.linalg.norm(up, axis=0) * jnp.linalg.norm(down, axis=1)
     kept = jnp.sort(jnp.argsort(-strength)[: config.intermediate_size])

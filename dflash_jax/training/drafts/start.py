@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from dflash_jax.checkpoints import LoadedTarget, load_draft
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import (
@@ -53,7 +55,8 @@ def fresh_config(section: DraftSection, target: TargetConfig) -> DraftConfig:
         head_dim=target.head_dim,
         intermediate_size=section.intermediate_size or target.intermediate_size,
         rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
+        # A draft's config.json cannot say that a part of each head turns.
+        rope=dataclasses.replace(target.rope, partial=1.0),
         layers=tuple(LayerConfig(window=window, causal=section.causal) for window in windows),
         qk_norm=True,
         attention_bias=False,

@@ -24,7 +24,7 @@ from dflash_jax.training.config import PretrainSection, TargetShape
 from dflash_jax.training.data.batch import TokenBatch, token_batch
 from dflash_jax.training.data.dataset import Dataset, Order
 from dflash_jax.training.data.features import run_sequences
-from dflash_jax.training.drafts.init import check_num_weights, random_layer
+from dflash_jax.training.drafts.init import check_num_weights, fresh_norm, random_layer
 from dflash_jax.training.optimiser import make_optimiser
 
 _EVALUATED = 64
@@ -62,7 +62,7 @@ class Pretrained:
 
 
 def fresh_target_config(shape: TargetShape) -> TargetConfig:
-    """The config of a Qwen3 of these sizes.
+    """The config of a Qwen3, or Qwen3.5, of these sizes.
 
     Raises:
       ConfigError: sizes that contradict each other, or tokens outside the vocabulary.
@@ -71,7 +71,10 @@ def fresh_target_config(shape: TargetShape) -> TargetConfig:
         token = getattr(shape, name)
         if token is not None and not 0 <= token < shape.vocab_size:
             raise ConfigError(f"pretrain.shape.{name} {token} is outside pretrain.shape.vocab_size {shape.vocab_size}")
-    fields = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, **shape.model_dump()}
+    fields = {"use_sliding_window": False, **shape.model_dump(exclude={"gated_delta"})}
+    fields["architectures"] = ["Qwen3ForCausalLM"]
+    if shape.gated_delta is not None:
+        fields |= {"architectures": ["Qwen3_5ForCausalLM"], **shape.gated_delta.model_dump()}
     return target_config(fields, source="pretrain.shape")
 
 
@@ -82,8 +85,8 @@ def fresh_target_params(key: Key[Array, ""], config: TargetConfig, scale: float)
     head = jax.random.normal(keys[1], shape[::-1]) * (scale / config.hidden_size**0.5)
     return TargetParams(
         embedding=jax.random.normal(keys[0], shape) * (scale if config.tied_embeddings else 1.0),
-        layers=tuple(random_layer(key, config, scale) for key in keys[2:]),
-        norm=jnp.ones(config.hidden_size),
+        layers=tuple(random_layer(key, config, scale, kind) for key, kind in zip(keys[2:], config.layers, strict=True)),
+        norm=fresh_norm(config, config.hidden_size),
         lm_head=None if config.tied_embeddings else Matrix(head),
     )
 
