@@ -87,14 +87,14 @@ class Bar:
         self._tell_if_due()
 
     def doing(self, what: str) -> None:
-        """Something else is going on, until the next `at`."""
+        """Shows what else is being done, until the next `at`."""
         self._doing = what
         self._progress.update(self._task, description=escape(what))
         if not self._console.is_terminal:
             self.note(self._state())
 
     def note(self, text: str) -> None:
-        """Says something, and goes on."""
+        """Prints a line and keeps the bar."""
         self._noted = time.monotonic()
         self._console.print(escape(text), soft_wrap=True)
 

@@ -115,7 +115,7 @@ def _produce(
         return dataclasses.replace(host, running=host.running.replace(sequence.id, sequence)), ()
     taken, text, at_stop_string = read(sequence, row.tokens)
     if in_round:
-        # What lies behind a stop string was accepted, but it is no output and does not count.
+        # Tokens behind a stop string were accepted, but are not output and do not count.
         sequence = dataclasses.replace(
             sequence,
             produced_per_round=sequence.produced_per_round.extend([len(taken)]),

@@ -3,7 +3,7 @@
 `out.jsonl.snapshot/` holds `job.json`, the settings that the answers depend on, and `engine/`, the
 engine's own snapshot, which knows the requests in flight. What was written to the output is not in it:
 the output itself says that, and whatever became a result after the snapshot was taken is left out when
-the job goes on.
+the job continues.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class _Job:
         return found
 
     def end(self, error: BaseException) -> None:
-        """Leaves a summary that says why the job could not go on, if anything can still be written.
+        """Leaves a summary that says why the job could not continue, if anything can still be written.
 
         Raises:
           DflashError: in the error's place, where that would say nothing to a user.
@@ -260,7 +260,7 @@ class _Job:
             self._keep_for_comparison(item)
 
     def _resume(self, engine: Engine) -> Resumption:
-        """Goes on from the snapshot of a run that was ended, as far as its requests are still wanted."""
+        """Continues from the snapshot of a run that was ended, with those of its requests that are still wanted."""
         unusable = self._snapshot.restore(engine)
         if unusable is not None:
             self._console.note(f"the snapshot {self._snapshot.directory} is not used: {unusable}")

@@ -51,7 +51,7 @@ MAX_ID = 1000
 """Characters of the longest id."""
 
 _MAX_CHECKED = 100
-"""Unknown keys of a line that are looked at for a slip of the pen."""
+"""Unknown keys of a line that are compared with the known ones, to find typing errors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_keys(record: dict[str, Any]) -> None:
-    """Refuses sampling parameters in the wrong place and slips of the pen; other keys are the user's business."""
+    """Refuses sampling parameters in the wrong place and misspelt keys; other keys are left to the user."""
     unknown = [key for key, value in record.items() if key not in _KEYS and value is not None]
     for key in unknown:
         if key in _SAMPLING_KEYS:

@@ -24,7 +24,7 @@ class Extension(struct.PyTreeNode):
 
     Attributes:
       hidden: final hidden states, normalised, ready for the LM head.
-      features: states after the layers a draft listens to, concatenated in the order asked for.
+      features: states after the layers a draft is conditioned on, concatenated in the order asked for.
       entries: the new tokens' keys and values, for the pages.
     """
 
