@@ -1,6 +1,6 @@
 """The parts that families share, as params whose arrays are leaves: what each is called in a checkpoint, and its shape.
 
-Names are transformers'. A family puts its table together from these, and says beside them what it alone has.
+Names are transformers'. A family builds its table from these and adds what it alone has.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def dense_mlp(config: TransformerConfig, name: str, bias: bool = False) -> MlpWe
 
 
 def sparse_mlp(moe: MoeConfig, hidden: int, name: str) -> MoeWeights:
-    """A router and its experts, each of which a checkpoint has on its own (see `split_experts` where it has not)."""
+    """A router and its experts, whose tensors are separate in the checkpoint (see `split_experts` for stacked ones)."""
     inner, experts = moe.intermediate_size, moe.num_experts
 
     def stacked(part: str, *shape: int) -> Any:

@@ -28,7 +28,7 @@ class Memory:
       weights: all its parameters.
       page: one page of it.
       slot_pages: the pages of one request of full length.
-      slot_state: what a slot takes beside its pages, and whatever the models.
+      slot_state: a slot's entries beside its pages, the same for all models.
       pool: all pages.
     """
 

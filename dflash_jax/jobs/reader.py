@@ -61,7 +61,7 @@ class Item:
     Attributes:
       line: its line in the input, from 1.
       id: as the line gives it, a string or an integer; `line-N` if it gives none.
-      prompt: text, token ids, messages, or a mapping of messages and what else the line says for the chat template.
+      prompt: text, token ids, messages, or a mapping of messages and the line's other `CHAT_KEYS`.
       sampling: the job's parameters with the line's own on top.
     """
 

@@ -46,7 +46,7 @@ def matmul(
     mixed: bool,
     wide: bool,
 ) -> Float[Array, "*batch outputs"]:
-    """See `api.matmul`; each row's result is the same bits alone and in company."""
+    """See `api.matmul`; each row's result is bitwise the same whatever other rows there are."""
     narrow = jnp.float32 if mixed else jnp.promote_types(x.dtype, matrix.dtype)
     if mixed:
         x, matrix = x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)

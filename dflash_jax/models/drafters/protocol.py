@@ -90,7 +90,7 @@ class Drafter(Protocol):
         """Drafts tokens for the positions after each row's anchor.
 
         What it draws at random must be keyed by the request's seed, the position and `Purpose.PROPOSE`, so that it
-        neither depends on who else is served nor is drawn again by the verification.
+        neither depends on other requests nor is used again by the verification.
 
         Args:
           params, config: the draft.
