@@ -298,7 +298,7 @@ def main() -> None:
         print(f"dflash-jax: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        # Where nobody said more about a file, the system's own reason is the sentence.
+        # A file error without a message of this package's own: the system's reason.
         name = cut(str(error.filename or "a file"))
         print(f"dflash-jax: {name} cannot be read or written ({error.strerror or error})", file=sys.stderr)
         sys.exit(2)

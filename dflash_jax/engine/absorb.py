@@ -159,7 +159,7 @@ def publish_pages(host: HostState) -> HostState:
     size = host.pool.page_size
     for sequence in host.running:
         full = sequence.position // size
-        # Pages of a request that does not draft lack the draft's half: nobody may be handed those.
+        # Pages of a request that does not draft lack the draft's half, so they must not be shared.
         if full > sequence.published and (host.policy.k == 0 or sequence.fallback is None):
             sequence = sequence.hashed(full, size)
             new = slice(sequence.published, full)

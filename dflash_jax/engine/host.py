@@ -74,7 +74,7 @@ class HostState:
       pool: the account of pages.
       waiting: requests without a slot by id, first to be served first.
       running: requests with a slot by id, oldest admission first.
-      undelivered: updates that nobody has taken yet, by request id.
+      undelivered: updates not returned to the caller yet, by request id.
       next_id: number of the next made-up request id.
       counters: what happened so far.
     """

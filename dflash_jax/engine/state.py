@@ -146,7 +146,7 @@ class _Donated:
 
 
 def mark_donated(state: EngineState) -> None:
-    """Makes whoever still holds a state whose memory was used again be told so when they look at it."""
+    """Makes a state whose memory was used again raise `StateError` when it is read."""
     donated = _Donated()
     for node in (state, state.rows, state.slots, state.slots.sampler, state.target_pages, state.draft_pages):
         if node is not None:

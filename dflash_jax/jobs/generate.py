@@ -117,7 +117,7 @@ class _Job:
         self._output.clear()
 
     def forget_snapshot(self) -> None:
-        """Lets unfinished requests begin anew when the job is run again."""
+        """Removes the snapshot, so that unfinished requests start over when the job is run again."""
         self._snapshot.remove()
 
     def run(self, total: int) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class _Job:
                 self._console.tokens(len(update.token_ids))
                 if update.completion is not None:
                     self._finish(self._in_flight.pop(update.id), update.completion)
-            # After this step's results are written: a request in neither place would have to begin anew.
+            # After this step's results are written: a request in neither place would have to start over.
             if self._snapshot.due and engine.has_work:
                 self._snapshot.take(engine)
 

@@ -73,7 +73,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class BadLine:
-    """A line that is no prompt. Its id is its own if it could be read and is nobody else's, else `line-N`."""
+    """A line that cannot be run. Its id is its own if that could be read and no other line has it, else `line-N`."""
 
     line: int
     id: str | int

@@ -21,7 +21,7 @@ def unsupported(
 ) -> str | None:
     """Why these operands cannot be multiplied here, or None if they can."""
     if layout != "out_in":
-        return "the matrix does not lie in native layout, a row per output"
+        return "the matrix is not in native layout, [outputs, inputs]"
     if not native.computes(x.dtype, matrix.dtype):
         return f"{x.dtype} and {matrix.dtype} are not both float32 or bfloat16"
     return native.unavailable()

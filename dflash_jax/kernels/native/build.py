@@ -130,7 +130,7 @@ def _directory() -> Path | None:
     try:
         return private_directory(cache_directory() / "native")
     except PermissionError as error:
-        log_once(f"native code is compiled anew in every process, because it can be kept nowhere: {error}")
+        log_once(f"native code is compiled again in every process, because there is no safe place to cache it: {error}")
     except (OSError, RuntimeError):
         pass
     return None
