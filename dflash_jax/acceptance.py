@@ -1,4 +1,4 @@
-"""What speculation came to, counted and divided in one place, in vLLM's conventions."""
+"""Acceptance counts and ratios of speculation, in vLLM's conventions."""
 
 from __future__ import annotations
 

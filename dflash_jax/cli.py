@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_bench = typer.Typer(help="Measure.", no_args_is_help=True)
+_bench = typer.Typer(help="Measure the speed of speculation.", no_args_is_help=True)
 app.add_typer(_bench, name="bench")
 
 # Typer reads annotations at run time, so `int | None` is spelt as it understands it on every Python.
@@ -254,7 +254,7 @@ def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The run; see docs/training.md.")],
     set_: _Set = None,
 ) -> None:
-    """Train a drafter. Run again, it goes on from the newest checkpoint."""
+    """Train a drafter. Run again, it continues from the newest checkpoint."""
     from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.training import TrainConfig, run_training
 
@@ -298,7 +298,7 @@ def main() -> None:
         print(f"dflash-jax: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        # Where nobody said more about a file, the system's own reason is the sentence.
+        # A file error without a message of this package's own: the system's reason.
         name = cut(str(error.filename or "a file"))
         print(f"dflash-jax: {name} cannot be read or written ({error.strerror or error})", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""What the compiler is doing and how long it took, so that nobody waits without knowing why or times it unawares."""
+"""What the compiler is doing and how long it took: shown to the user, and kept out of timings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CompileWatch:
     """Watches the compilations of the thread that makes it, from `__enter__` to `__exit__`.
 
     JAX says when it begins and when it ends to trace, lower or compile a program, or to take a compiled one from its
-    cache. So the seconds are those between, exactly; what lies within one another counts once.
+    cache. The seconds are the time between; nested phases count once.
 
     Attributes:
       seconds: spent on compilations that have ended.
@@ -55,7 +55,7 @@ class CompileWatch:
 
     @property
     def current(self) -> tuple[str, str, float] | None:
-        """What is going on: phase, program, and seconds so far. May be asked from another thread."""
+        """The current compilation: phase, program, and seconds so far. May be asked from another thread."""
         outermost = self._open[:1]
         if not outermost:
             return None

@@ -17,7 +17,7 @@ class CheckpointError(DflashError):
 
 
 class TrainingError(DflashError):
-    """A training run that cannot go on."""
+    """A training run that cannot continue."""
 
 
 class RequestError(DflashError, ValueError):

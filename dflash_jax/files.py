@@ -1,4 +1,4 @@
-"""Files that are whole or not there, directories that one process writes at a time, pipes, and where caches lie."""
+"""Atomic file writes, directories that one process writes at a time, pipes, and where caches are."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _PIECE = 1 << 16
 
 
 def cache_directory() -> Path:
-    """Where what can be made again is kept: `$DFLASH_JAX_CACHE`, or `~/.cache/dflash_jax`."""
+    """The directory of caches: `$DFLASH_JAX_CACHE`, or `~/.cache/dflash_jax`."""
     return Path(os.environ.get("DFLASH_JAX_CACHE") or Path.home() / ".cache" / "dflash_jax")
 
 
 def exposure(path: Path) -> str | None:
-    """Who but this user and root may change what lies at a path, as a clause; None if nobody may.
+    """Who, other than this user and root, may change what is at a path, as a clause; None if nobody may.
 
     Args:
       path: resolved, so that no link on the way leads elsewhere the next time.

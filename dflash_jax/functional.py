@@ -1,23 +1,23 @@
-"""The engine as functions of its two halves, for notebooks, tests and engines of one's own.
+"""The engine as functions of its two halves, for notebooks, tests and custom engines.
 
-`(host, device)` is all there is. `step` is `make_plan`, a `Runner`, `absorb`; each may be called on its own,
-and whatever they return may be kept:
+The whole state is the pair `(host, device)`. `step` calls `make_plan`, a `Runner` and `absorb`, each of which may be
+called on its own. By default nothing is donated, so every state they return stays valid:
 
     host, device = init(models, config)
     host = add(host, Request("mine", tuple(tokens), SamplingParams(), (), limit=40), now=0.0)
     run = Runner(models)
     host, device, updates = step(run, host, device, time.perf_counter)
 
-Rounds without the host, as in `jax.lax.scan`, need pages for all that they may commit: that is what the
-caller owes, and `reserve` takes them.
+Rounds without the host, as in `jax.lax.scan`, need pages for every token they may commit. The caller allocates
+these with `reserve`:
 
     host, plan = reserve(host, rounds=20)
     device = place_rounds(device, plan)
     device, reports = jax.lax.scan(lambda state, _: run_round(models, state, drafts=plan.drafts), device, length=20)
     host, updates = absorb(host, plan, StepReport(decode=jax.device_get(reports)), now=1.0)
 
-A round that finds no page for a token does not write anywhere else: it ends the request with
-`block_table_covers`. `check_state` asserts every invariant of a pair.
+A round without a page for a token writes nothing: it ends the request with `block_table_covers`.
+`check_state` asserts every invariant of a pair.
 """
 
 from __future__ import annotations

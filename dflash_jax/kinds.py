@@ -1,4 +1,4 @@
-"""Which command a config is for, so that one given to another command is told its own."""
+"""Which command a config is for, so that a config given to the wrong command is refused with the right one."""
 
 from __future__ import annotations
 

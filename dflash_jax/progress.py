@@ -1,4 +1,4 @@
-"""How far something has come, on stderr: a bar on a terminal, a line now and then elsewhere."""
+"""Progress on stderr: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LONG_COMPILATION = 1.0
 
 
 class Bar:
-    """Progress towards a total; a context in which it is shown, and in which long compilations are told.
+    """Progress towards a total; a context in which it is shown, with compilations that take long.
 
     Args:
-      what: what is going on, as a participle.
+      what: what is being done, as a participle ("generating").
       total: how many there are to do; 0 where that turns out later.
       done: how many are done already.
       console: where to; stderr unless given.
-      watch: tells what is being compiled, and lies around the bar; the bar has its own unless given.
+      watch: a `CompileWatch` that is already watching; the bar starts its own unless given.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Bar:
         self._tell_if_due()
 
     def doing(self, what: str) -> None:
-        """Something else is going on, until the next `at`."""
+        """Shows what else is being done, until the next `at`."""
         self._doing = what
         self._progress.update(self._task, description=escape(what))
         if not self._console.is_terminal:
             self.note(self._state())
 
     def note(self, text: str) -> None:
-        """Says something, and goes on."""
+        """Prints a line and keeps the bar."""
         self._noted = time.monotonic()
         self._console.print(escape(text), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""What other people's files say, checked before anything is sized by it.
+"""Fields of files from elsewhere, checked before memory is allocated by them.
 
 A `Schema` names the fields that are used, with their types and ranges. Types are strict: "62", 62.0 and 1 are no
 integer, and true is no number, but an integer may stand where a number is wanted.

@@ -117,7 +117,7 @@ def read_settings(
 
     Args:
       path: the file; its top level must be a mapping. "-" is the standard input.
-      overrides: texts `a.b=value`; the value is YAML, the way to it is made if it is not there.
+      overrides: texts `a.b=value`; the value is YAML, missing sections on the way to it are added.
       extended_by: the files that this one is read for because they extend it.
 
     Raises:

@@ -21,7 +21,7 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Notes SIGINT and SIGTERM instead of dying of them; a second one kills as usual.
+    """Notes SIGINT and SIGTERM instead of being killed by them; a second one kills as usual.
 
     Outside the main thread signals stay what they are.
     """

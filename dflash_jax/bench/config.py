@@ -1,4 +1,4 @@
-"""What a sweep is told: models and engine, out of a config of their own or a job's."""
+"""The config of a sweep: models and engine, from a config of its own or a job's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SweepConfig(EngineSetup):
     """A config with a draft. Of a job's, `input` may give the prompts; `output` and `report` are passed over.
 
     Attributes:
-      sampling: how the requests sample; when they end is the sweep's business.
+      sampling: how the requests sample; the sweep itself sets when they end.
     """
 
     draft: DraftSource

@@ -29,7 +29,7 @@ def make_prompts(loaded: Engine, plain: Engine, config: SweepConfig, tokens: int
     """Prompts of so many tokens: from the config's input, if it has one, else random.
 
     Those of the input are cut to length. One that is too short is continued by the target itself, greedily,
-    because what a draft can foresee depends on the text being one that the target would write.
+    because a draft predicts text well only if it is text that the target would write.
 
     Args:
       loaded: has the tokenizer and the models.

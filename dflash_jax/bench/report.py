@@ -16,7 +16,7 @@ from dflash_jax.files import replace_file, replacing
 
 
 def write_sweep(directory: str | Path, found: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Writes `ladder.json` and `ladder.png` in the place of those of before, and returns where.
+    """Writes `ladder.json` and `ladder.png` in place of earlier ones, and returns their paths.
 
     Raises:
       ConfigError: they cannot be written.
@@ -35,7 +35,7 @@ def write_sweep(directory: str | Path, found: Mapping[str, Any]) -> tuple[Path, 
 
 
 def sweep_table(found: Mapping[str, Any]) -> Table:
-    """A row for each rung; times are medians, and of two figures the first is with speculation."""
+    """A row for each rung. Times are medians; in `a / b`, a is with speculation and b without."""
     title = f"k = {found['k']}, {found['prompts']['tokens']} + {found['output_tokens']} tokens; with / without"
     table = Table(title=title, padding=(0, 0))
     for name in ("slots", "tokens/s", "ratio", "TPOT ms", "TTFT ms", "accepted", "tok/round", "done", "failed"):

@@ -20,7 +20,7 @@ from dflash_jax.jobs.summary import versions
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What every rung is given.
+    """The load of every rung.
 
     Attributes:
       prompt_tokens, output_tokens: of each request, exactly.
@@ -64,7 +64,7 @@ def run_sweep(
       config: the models and the engine; `max_slots`, `num_pages`, `prefix_cache` and `strict` are the sweep's.
       concurrency: the rungs.
       load: the requests.
-      note: is told how it goes.
+      note: called with a line of progress.
       on_rung: is given, after each rung, what is returned at the end with the rungs so far.
 
     Returns:
@@ -116,7 +116,7 @@ def run_sweep(
 
 
 def figures(runs: Sequence[Run], output_tokens: int) -> dict[str, Any]:
-    """What a load came to: speed, latencies and acceptance of the fastest run, and how many requests failed in all.
+    """Results of a load: speed, latencies and acceptance of the fastest run, and how many requests failed in all.
 
     Args:
       runs: all of one way, the one that compiled first; that one is not timed, but its requests count.

@@ -1,4 +1,4 @@
-"""Checkpoints: bytes to params and back."""
+"""Checkpoints: files to params and back."""
 
 from dflash_jax.checkpoints.describe import Description, describe
 from dflash_jax.checkpoints.load import LoadedDraft, LoadedTarget, load_draft, load_target

@@ -23,7 +23,7 @@ from dflash_jax.models.config import DraftConfig, TargetConfig
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A checkpoint's outside.
+    """What a checkpoint's headers and config say.
 
     Attributes:
       source: its local path.

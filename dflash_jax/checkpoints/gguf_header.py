@@ -1,7 +1,7 @@
 """The header of a GGUF file: its metadata, and where the bytes of each tensor lie.
 
 The `gguf` package's own reader trusts the counts and sizes in a file, so that a damaged one makes it hang or take
-all memory. Here each of them is held against the file before anything is sized by it.
+all memory. Here each of them is compared with the file's length before memory is allocated for it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the `quantization_config` of a checkpoint says, held against what can be read."""
+"""The `quantization_config` of a checkpoint, checked against what can be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face checkpoints: their weights as floats, so that the rest of the loader need not know.
+"""Quantised Hugging Face checkpoints: their weights as floats, so that the rest of the loader is the same for all.
 
 `quantization_config` in config.json says how a checkpoint was quantised; each way has tensors and names of its own.
 Activations that were to be quantised too are left as they are.

@@ -1,7 +1,7 @@
 """The one table of a model's weights: where each stands in the params and what checkpoints call it.
 
-Loading, saving, counting and Orbax all walk the same list, so that they cannot disagree. What is in it is said by the
-model's family, as params with a `Leaf` in the place of each array.
+Loading, saving, counting and Orbax all walk the same list, so that they cannot disagree. The
+model's family gives it, as params with a `Leaf` in the place of each array.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def packed_tensors(config: Config, tensors: Tensors) -> dict[str, StoredTensor]:
 
 
 def param_at(params: Params, path: str) -> Array:
-    """The array at a leaf's path; of a matrix [inputs, outputs], however it lies."""
+    """The array at a leaf's path; a matrix as [inputs, outputs], whatever its layout."""
     node = params
     for step in path.split("."):
         node = node[int(step)] if step.isdigit() else getattr(node, step)  # type: ignore[index]

@@ -97,7 +97,7 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool | None = None,
     ) -> str:
-        """The text of a conversation up to where the assistant is to speak, or to go on.
+        """The text of a conversation up to where the assistant is to answer, or to continue its message.
 
         Args:
           messages, tools, continue_final_message: see `Chat`.
@@ -120,7 +120,7 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         continue_final_message: bool | None = None,
     ) -> list[int]:
-        """Token ids of a conversation up to where the assistant is to speak, or to go on; see `chat_text`."""
+        """Token ids of a conversation up to where the assistant answers or continues; see `chat_text`."""
         return self.encode_chat(Chat(messages, tools, chat_template_kwargs or {}, continue_final_message))
 
     def encode_chat(self, chat: Chat) -> list[int]:

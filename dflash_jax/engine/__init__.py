@@ -1,4 +1,4 @@
-"""State, row operations, pages, the jitted steps, the scheduler, the Engine."""
+"""The engine: its two halves of state, the plan of a step, the jitted steps, snapshots, and `Engine`."""
 
 from dflash_jax.engine.config import EngineConfig, EngineSetup
 from dflash_jax.engine.engine import Engine, Prompt

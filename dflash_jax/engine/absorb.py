@@ -129,7 +129,7 @@ def _produce(
         return dataclasses.replace(host, running=host.running.replace(sequence.id, sequence)), ()
     taken, text, at_stop_string = read(sequence, row.tokens)
     if in_round:
-        # What lies behind a stop string was accepted, but it is no output and does not count.
+        # Tokens behind a stop string were accepted, but are not output and do not count.
         sequence = dataclasses.replace(
             sequence,
             produced_per_round=sequence.produced_per_round.extend([len(taken)]),
@@ -173,7 +173,7 @@ def publish_pages(host: HostState) -> HostState:
     size = host.pool.page_size
     for sequence in host.running:
         full = sequence.position // size
-        # Pages of a request that does not draft lack the draft's half: nobody may be handed those.
+        # Pages of a request that does not draft lack the draft's half, so they must not be shared.
         if full > sequence.published and (host.policy.k == 0 or sequence.fallback is None):
             sequence = sequence.hashed(full, size)
             new = slice(sequence.published, full)

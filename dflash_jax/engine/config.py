@@ -15,7 +15,7 @@ _INT32 = 2**31 - 1
 """Positions, slots and pages are counted in int32 on the device."""
 
 _MOST_SLOTS, _MOST_PAGE_TOKENS, _MOST_ROUNDS, _MOST_K = 1 << 16, 1 << 16, 1 << 16, 1 << 10
-"""Far above what any device serves, and low enough that sizes computed from them are no trouble themselves."""
+"""Far above what any device serves, and low enough that arithmetic on them cannot overflow."""
 
 _MOST_TOKENS = 1 << 26
 """Of a request, or of a chunk."""
@@ -45,7 +45,7 @@ class RopeScaling(Section):
 
 
 def scaling_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """What is given of it, as `load_target` takes it."""
+    """The fields that were given, as `load_target` takes them."""
     return None if scaling is None else scaling.model_dump(exclude_none=True)
 
 
@@ -65,13 +65,13 @@ class Source(Section):
     rope_scaling: RopeScaling | None = None
 
     def arguments(self) -> dict[str, Any]:
-        """What of it `load_target` and `load_draft` take."""
+        """Keyword arguments that `load_target` and `load_draft` share."""
         scaling = scaling_fields(self.rope_scaling)
         return {"path": self.path, "revision": self.revision, "file": self.file, "rope_scaling": scaling}
 
 
 class TargetSource(Source):
-    """Where the target comes from, and how it is spoken to.
+    """Where the target comes from, and its chat template.
 
     Attributes:
       chat_template: which of the model's named chat templates to use, or another one: the path of a Jinja file, or
@@ -82,7 +82,7 @@ class TargetSource(Source):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    def spoken_to(self, tokenizer: Tokenizer | None) -> Tokenizer | None:
+    def configure_tokenizer(self, tokenizer: Tokenizer | None) -> Tokenizer | None:
         """The target's tokenizer with the chat template that is asked for.
 
         Raises:
@@ -98,12 +98,12 @@ class TargetSource(Source):
 
 
 class DraftSource(Source):
-    """Where the draft comes from and how far it drafts.
+    """Where the draft comes from, and how many tokens it drafts.
 
     Attributes:
       k: tokens to draft in each round; the trained block_size - 1 by default.
       mask_token_id: for checkpoints that do not name their mask token.
-      max_context: requests whose context grows past this many tokens go on without drafting.
+      max_context: requests whose context grows past this many tokens continue without drafting.
       shortlist: file of the only tokens it proposes, as `dflash-jax data shortlist` writes it. A shorter list
         makes drafting faster and acceptance a little worse; the output is the same.
     """
@@ -118,7 +118,7 @@ _MEMORY = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*(?:([KMGT])i?)?B?\s*"
 
 
 class EngineConfig(Section):
-    """Sizes and habits of an engine.
+    """Sizes and options of an engine.
 
     Attributes:
       max_slots: requests in flight at once.
@@ -129,7 +129,7 @@ class EngineConfig(Section):
         many as max_slots.
       max_model_len: longest prompt and output of a request together, in tokens.
       prefill_chunk: prompt tokens run in one step, at most.
-      rounds_per_step: rounds the device runs before the host looks, at most.
+      rounds_per_step: rounds that the device runs between two looks of the host, at most.
       prefix_cache: share the pages of equal prompt beginnings.
       dtype: of weights and pages.
       strict: raise when an invariant is violated instead of failing the one request.

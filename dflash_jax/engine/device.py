@@ -1,4 +1,4 @@
-"""The models as a device is fastest with them."""
+"""Layout of the weights: what is fastest on a device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dflash_jax.models.matrix import Matrix, map_matrices
 
 
 def prepare(models: Models, implementation: Implementation | None) -> Models:
-    """The models as the device is fastest with them; from whichever engine they come.
+    """The models with every matrix in the layout that the implementation is fastest with.
 
-    For native code every matrix lies a row per output, which takes copies of them all but a tied LM head; for all
-    else [inputs, outputs]. A matrix that lies so already stays the same array.
+    Native code takes [outputs, inputs], which copies every matrix but a tied LM head; the other implementations take
+    [inputs, outputs]. A matrix that has the layout already stays the same array.
     """
     for_native = (implementation or default()) == "native" and native.available()
 

@@ -1,4 +1,4 @@
-"""Whether an engine's state fits the device, asked before it is made."""
+"""Whether an engine's state fits the device, checked before it is allocated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def state_bytes(models: Models, config: EngineConfig) -> int:
 
 
 def device_bytes() -> int | None:
-    """Memory of the first device, of the machine or the container for CPUs; None where nothing says."""
+    """Memory of the first device, of the machine or the container for CPUs; None if it is not known."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]

@@ -135,7 +135,7 @@ def _slots(state: EngineState) -> Table:
 
 
 def _state_sizes(state: EngineState) -> str:
-    # Asked of the type: what stands in the place of a used array answers no question.
+    # Looked up on the type: the stand-in for a donated array raises when it is asked for an attribute.
     if not hasattr(type(state.target_pages.k), "shape"):
         return f"EngineState({state.target_pages.k!r})"
     pages = state.target_pages.k.shape

@@ -42,9 +42,9 @@ Draft = str | Path | LoadedDraft
 """The path of a draft, or a loaded one."""
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids, chat messages, or a mapping with `messages` and what else there is to say; see `text.chat`."""
+"""Text, token ids, chat messages, or a mapping of `messages` and other `text.chat.CHAT_KEYS`."""
 
-_OF_A_JOB = ("sampling", "input", "output", "report")
+_JOB_SECTIONS = ("sampling", "input", "output", "report")
 _UNCHANGED: Any = object()
 
 
@@ -58,7 +58,7 @@ class Engine:
     Attributes:
       host: requests, page account and undelivered updates.
       state: slots and pages on the device.
-      config: sizes and habits.
+      config: sizes and options.
       tokenizer: for text prompts and text output, if the target has one.
       setup: what `from_config` was given, so that a snapshot can be restored without naming the models again.
     """
@@ -80,10 +80,10 @@ class Engine:
 
         Args:
           models: the target and, to speculate, the draft.
-          config: sizes and habits.
+          config: sizes and options.
           tokenizer: for text prompts and text output.
           k: tokens to draft in each round; the trained block_size - 1 by default.
-          max_context: requests whose context grows past this many tokens go on without drafting.
+          max_context: requests whose context grows past this many tokens continue without drafting.
           clock: seconds, for the metrics.
           implementation: of the kernels; see `kernels.dispatch`.
 
@@ -102,7 +102,7 @@ class Engine:
 
     @property
     def models(self) -> Models:
-        """The weights, as the device is fastest with them. An engine of other ones is made by `fork`."""
+        """The weights, laid out for the device. `fork(draft=...)` makes an engine with another draft."""
         return self._run.models
 
     @property
@@ -132,12 +132,12 @@ class Engine:
         """
         if isinstance(config, str | Path):
             # A job's file will do: what it says beyond the engine is for the job.
-            values = {name: value for name, value in read_settings(config).items() if name not in _OF_A_JOB}
+            values = {name: value for name, value in read_settings(config).items() if name not in _JOB_SECTIONS}
             setup = parse(EngineSetup, values, str(config))
         else:
             setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
         target = load_target(**setup.target.arguments(), dtype=setup.engine.dtype)
-        tokenizer = setup.target.spoken_to(target.tokenizer)
+        tokenizer = setup.target.configure_tokenizer(target.tokenizer)
         models = Models(target.params, target.config)
         k = max_context = None
         if setup.draft is not None:
@@ -194,8 +194,8 @@ class Engine:
     def step(self) -> tuple[Update, ...]:
         """Admits, prefills, runs rounds; returns what each request got, and what was not delivered before.
 
-        Whatever this raises, no request is lost: the state is the one from before, or, if the device's half of
-        that was used up, one in which those in flight start again from the tokens they have.
+        If this raises, no request is lost. The state is then the one before the step; if its device memory was
+        donated already, the requests in flight wait, and run the tokens they have again.
 
         Raises:
           InvariantError: an invariant is violated and the engine is strict.
@@ -205,7 +205,7 @@ class Engine:
         return updates
 
     def _advance(self) -> None:
-        """One step; what it brought waits in `host.undelivered`."""
+        """One step; its updates are added to `host.undelivered`."""
         try:
             host, state, updates = step(self._run, self.host, self.state, self._clock, self._read)
         except BaseException:
@@ -324,9 +324,9 @@ class Engine:
     # Snapshots and forks.
 
     def snapshot(self, directory: str | Path) -> None:
-        """Saves both halves in the middle of whatever goes on, replacing an older snapshot there.
+        """Saves both halves of the state, requests in flight included, replacing an older snapshot there.
 
-        The weights are not saved, only which they are.
+        The weights are not saved, only their identity: names and checksums.
         """
         host = shift_times(self.host, -self._clock())
         setup = None if self.setup is None else self.setup.model_dump()
@@ -336,13 +336,13 @@ class Engine:
     def restore(
         cls, directory: str | Path, engine: Engine | None = None, *, draft: Draft | None = _UNCHANGED
     ) -> Engine:
-        """An engine that goes on where the snapshot was taken: the same tokens, the same drafted blocks.
+        """An engine that continues where the snapshot was taken: the same tokens, the same drafted blocks.
 
         Args:
           directory: the snapshot.
           engine: an engine of the same models and config, whose requests are replaced; by default the
             models are loaded from what the snapshot's engine was configured with.
-          draft: go on with another draft, as of `fork`.
+          draft: continue with another draft, as in `fork`.
 
         Raises:
           CheckpointError: there is no complete snapshot, or it is of an engine of other sizes or other models.
@@ -364,8 +364,8 @@ class Engine:
         different = saved.host.models.difference(engine.host.models)
         if different is not None:
             raise CheckpointError(
-                f"{directory} cannot be gone on from by this engine: {different}; restore it into an engine of those "
-                "models, or give restore() the draft to go on with, and the contexts are made anew"
+                f"{directory} cannot be continued by this engine: {different}; restore it into an engine of those "
+                "models, or give restore() the draft to continue with, and the contexts are computed again"
             )
         like = empty_device(engine.models, engine.config, saved.shape_of[".rows.idx_mapping"][0])
         if snapshots.shapes(like) != saved.shape_of:
@@ -383,7 +383,7 @@ class Engine:
 
         Args:
           draft: another draft for the second engine: its path, or a loaded one; None decodes plainly. Every
-            request's contexts are then made anew from its tokens, and what is drafted from there on is
+            request's contexts are then computed again from its tokens, and what is drafted from there on is
             what an engine that had this draft from the beginning would draft.
           k: another number of tokens to draft in each round. The contexts stay as they are.
 
@@ -420,7 +420,7 @@ class Engine:
         policy = make_policy(models, self.config, k, self.host.policy.draft_limit)
         twin.host = init_host(self.config, policy, twin._run.identity, models.target_config)
         twin.state = empty_device(models, self.config)
-        # What it was configured with names another draft.
+        # The setup names the draft that was replaced.
         twin.setup = None
         return twin
 
@@ -432,7 +432,7 @@ class Engine:
             )
 
     def _rebuilt(self, host: HostState) -> HostState:
-        """Another engine's requests in this one, with every context to be made anew."""
+        """Another engine's requests in this one, waiting to have their contexts computed again."""
         policy = dataclasses.replace(self.host.policy, max_slots=host.policy.max_slots)
         host = restart(host)
         pool = dataclasses.replace(self.host.pool, hits=host.pool.hits, misses=host.pool.misses)

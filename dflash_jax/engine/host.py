@@ -82,7 +82,7 @@ class HostState:
       checkpoints: the account of states kept at the ends of pages; None if the target has no recurrent state.
       waiting: requests without a slot by id, first to be served first.
       running: requests with a slot by id, oldest admission first.
-      undelivered: updates that nobody has taken yet, by request id.
+      undelivered: updates not returned to the caller yet, by request id.
       next_id: number of the next made-up request id.
       counters: what happened so far.
     """
@@ -166,9 +166,9 @@ def preempt(host: HostState, request_id: str) -> HostState:
 
 
 def restart(host: HostState) -> HostState:
-    """Every request waits and no page is used: what goes with a device state in which nothing was computed yet.
+    """Every request waits and no page is used: the host's half for an empty device state.
 
-    The requests then run again the tokens they have, and go on as if nothing had happened.
+    The requests then run the tokens they have again, and continue with the same output.
     """
     waiting = Queue((sequence.id, _as_queued(sequence)) for sequence in host.in_flight)
     pool = dataclasses.replace(
@@ -188,7 +188,7 @@ def _as_queued(sequence: Sequence) -> Sequence:
 
 
 def shift_times(host: HostState, seconds: float) -> HostState:
-    """The state as on a clock that is that much ahead."""
+    """The state with all its times moved by so many seconds."""
 
     def shift(sequence: Sequence) -> Sequence:
         times = {name: getattr(sequence, name) for name in ("arrived", "first_token", "last_token")}

@@ -2,7 +2,7 @@
 
 Keys and values on the device mean something only to the target and the draft that wrote them. Another
 drafter of the same shapes would read them without complaint and draft worse, and no token would change;
-so a state carries the identity of its models, and whatever is about to go on from it compares.
+so a state carries the identity of its models, and an engine that continues from it compares.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ModelsIdentity:
     draft: ModelIdentity | None = None
 
     def difference(self, other: ModelsIdentity) -> str | None:
-        """The first half of a sentence on what differs, these being the ones that wrote; None if nothing does."""
+        """What differs, as a clause for a message, `self` being the writer and `other` the reader; None if equal."""
         for kind in ("target", "draft"):
             wrote, reads = getattr(self, kind), getattr(other, kind)
             if wrote != reads:

@@ -24,9 +24,9 @@ def init(
 
     Args:
       models: the target and, to speculate, the draft.
-      config: sizes and habits.
+      config: sizes and options.
       k: tokens to draft in each round; the trained block_size - 1 by default.
-      max_context: requests whose context grows past this many tokens go on without drafting.
+      max_context: requests whose context grows past this many tokens continue without drafting.
 
     Raises:
       ConfigError: target and draft do not fit each other, or the sizes do not fit the models.

@@ -1,7 +1,7 @@
 """What must hold, by name.
 
 Facts about single rows are computed inside every step, always, and come back as data: a violated row
-does nothing, the others go on. Facts about the host's bookkeeping and about structure raise.
+does nothing, and the other rows proceed. What is wrong with the host's bookkeeping or the structure raises.
 """
 
 from __future__ import annotations

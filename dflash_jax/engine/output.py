@@ -1,4 +1,4 @@
-"""What a request brings: updates as it goes, and a completion with its metrics."""
+"""What a request returns: updates while it runs, and a completion with its metrics at the end."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Update:
 
 
 def join_updates(undelivered: Queue[Update], updates: tuple[Update, ...]) -> Queue[Update]:
-    """Updates that wait to be delivered, with new ones behind them: one per request."""
+    """Undelivered updates with new ones added, joined to one per request."""
     for update in updates:
         before = undelivered.get(update.id)
         if before is None:

@@ -34,7 +34,7 @@ class PagePool:
       references: how many requests hold a page, of pages that are held.
       page_of: prefix hash to the page that holds its last tokens.
       hash_of: the inverse.
-      idle: known pages nobody references, least recently used first.
+      idle: known pages that no request references, least recently used first.
       hits, misses: pages found and not found by admissions.
       evictions: idle pages whose room was needed.
     """
@@ -149,7 +149,7 @@ def allocate(pool: PagePool, count: int) -> tuple[PagePool, tuple[int, ...]]:
 def release(pool: PagePool, pages: Sequence[int]) -> PagePool:
     """One request lets go of its pages, given in order of position.
 
-    Pages nobody references any more go idle if their content is known, last position first, so that
+    Pages that no request references any more become idle if their content is known, last position first, so that
     a prefix outlives what follows it.
     """
     idle = pool.idle

@@ -46,8 +46,8 @@ NO_TEXT = TokenReader()
 class TextReader:
     """Keeps a text stream for each request in flight, so that each token is decoded once.
 
-    A stream is only a cache of what the tokens say. One that is not where a request is, as after a restored
-    snapshot or a step that raised, is made again from the request's output.
+    A stream only caches what follows from the tokens. One whose position is not the request's, as after a restored
+    snapshot or a step that raised, is built again from the request's output.
     """
 
     def __init__(self, tokenizer: Tokenizer):

@@ -70,7 +70,7 @@ class Runner:
         """Makes a runner.
 
         Args:
-          models: target and draft, prepared for the device; see `prepared`.
+          models: target and draft, as `engine.device.prepare` lays them out.
           donate: reuse the memory of the state that is run, which is then gone.
           implementation: of the kernels; see `kernels.dispatch`.
         """
@@ -80,7 +80,7 @@ class Runner:
 
     @functools.cached_property
     def identity(self) -> ModelsIdentity:
-        """Of the models, by content."""
+        """The identity of the models, by content."""
         return identify(self.models)
 
     def __call__(self, device: EngineState, plan: Plan) -> tuple[EngineState, StepReport]:

@@ -1,4 +1,4 @@
-"""A request on its way: its tokens so far, its slot and pages, and what each round brought."""
+"""A request in flight: its tokens so far, its slot and pages, and what each round produced."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflash_jax.engine.request import Request
 
 @dataclasses.dataclass(frozen=True)
 class Sequence:
-    """How far a request is.
+    """A request and its progress.
 
     Attributes:
       request: what was asked.

@@ -1,7 +1,7 @@
-"""Saving an engine in the middle of its work, and going on from there.
+"""Saving an engine with requests in flight, and restoring it.
 
 A snapshot is the pair (host state, device state): the host's as JSON, the device's by Orbax. Weights
-are not in it; what they were loaded from is.
+are not in it, only the configuration that they were loaded by.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HostSnapshot:
     Attributes:
       host: the host's half. Times in it are seconds before the snapshot.
       setup: the engine's configuration as plain values, if it was made from one.
-      shape_of: shapes of the device state's leaves, to tell early that an engine is of another kind.
+      shape_of: shapes of the device state's leaves, so that an engine of other sizes is refused before they are read.
     """
 
     host: HostState
@@ -181,7 +181,7 @@ def _sequence_to_json(sequence: Sequence) -> dict[str, Any]:
     return {
         **fields,
         **{name: list(fields[name]) for name in _LOGS},
-        # They follow from the tokens.
+        # Page hashes follow from the tokens.
         "hashes": [],
         "request": dataclasses.asdict(sequence.request),
     }

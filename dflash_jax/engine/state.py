@@ -165,7 +165,7 @@ class _Donated:
 
 
 def mark_donated(state: EngineState) -> None:
-    """Makes whoever still holds a state whose memory was used again be told so when they look at it."""
+    """Makes a state whose memory was used again raise `StateError` when it is read."""
     donated = _Donated()
     slots, kept = state.slots, state.checkpoints
     nodes: list[Any] = [state, state.rows, slots, slots.sampler, state.target_pages, state.draft_pages, state.recurrent]

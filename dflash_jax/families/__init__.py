@@ -1,4 +1,4 @@
-"""Families of models: a file for each, with all that is peculiar to it.
+"""Families of models: a file for each, with everything that is specific to it.
 
 Adding one is described in docs/families.md.
 """

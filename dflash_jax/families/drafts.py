@@ -118,7 +118,7 @@ def _target_layer_ids(found: _DraftFields, options: _Options, source: str) -> tu
     if not found.num_target_layers:
         raise ConfigError(
             f"{source} has neither target_layer_ids nor num_target_layers, one of which must say "
-            "which layers of the target the draft listens to"
+            "which layers of the target the draft is conditioned on"
         )
     return default_target_layer_ids(found.num_target_layers, found.num_hidden_layers)
 

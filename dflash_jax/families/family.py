@@ -1,4 +1,4 @@
-"""What a family of targets is: everything that this package knows of one and of no other."""
+"""What a family of targets is: everything in this package that is specific to one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The parts that families share, as params whose arrays are leaves: what each is called in a checkpoint, and its shape.
 
-Names are transformers'. A family puts its table together from these, and says beside them what it alone has.
+Names are transformers'. A family builds its table from these and adds what it alone has.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _swiglu(hidden: int, inner: int, name: str, bias: bool = False) -> MlpWeight
 
 
 def sparse_mlp(moe: MoeConfig, hidden: int, name: str) -> MoeWeights:
-    """A router and its experts, each of which a checkpoint has on its own (see `split_experts` where it has not)."""
+    """A router and its experts, whose tensors are separate in the checkpoint (see `split_experts` for stacked ones)."""
     inner, experts, shared = moe.intermediate_size, moe.num_experts, None
     if moe.shared_intermediate_size is not None:
         shared = SharedExpertWeights(

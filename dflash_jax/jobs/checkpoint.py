@@ -1,9 +1,8 @@
 """A job's snapshot: its engine in the middle of its requests, beside the output.
 
 `out.jsonl.snapshot/` holds `job.json`, the settings that the answers depend on, and `engine/`, the
-engine's own snapshot, which knows the requests in flight. What was written to the output is not in it:
-the output itself says that, and whatever became a result after the snapshot was taken is left out when
-the job goes on.
+engine's own snapshot, which knows the requests in flight. It does not hold results: requests whose
+results were written to the output after the snapshot was taken are dropped when the job continues.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ def compare_plain(
 ) -> dict[str, Any]:
     """Runs prompts plainly and with drafting, in turns, and compares speed and tokens.
 
-    As many prompts as the engine has slots run at once. Each such group runs one way and then at once the other,
-    and every second group begins with the other way, so that both ways meet the machine in the same state; a few
-    prompts are run again and again until there are enough pairs. Before it is timed a prompt is run for a few
+    As many prompts as the engine has slots run at once. Each such group runs one way and directly after it the other
+    way, and every second group in the opposite order, so that both ways find the machine in the same state. Few
+    prompts are repeated until there are enough pairs. Before it is timed a prompt is run for a few
     tokens both ways: its programs are then loaded, and its pages in the prefix cache, if there is one.
 
     Args:
@@ -90,7 +90,7 @@ def check_lossless(comparison: dict[str, Any], dtype: str) -> None:
     """Raises DflashError if drafting changed greedy tokens.
 
     In bfloat16 the two ways may round differently, if only because one found more of a prompt in the prefix cache, and
-    then break near ties differently, so there the counts are left to the reader.
+    then break near ties differently, so there it is not an error.
     """
     equal, greedy = comparison["greedy_equal"], comparison["greedy_requests"]
     if dtype == "float32" and equal < greedy:

@@ -1,4 +1,4 @@
-"""What a batch generation job is told."""
+"""The config of a batch generation job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OutputFile(Section):
     Attributes:
       path: the file; a rerun adds only what is missing from it.
       trace: write what each round produced and drafted.
-      checkpoint_every: seconds between snapshots of the engine, from which a job that was killed goes on in
+      checkpoint_every: seconds between snapshots of the engine, from which a job that was killed continues in
         the middle of its requests; none are taken by default.
     """
 
@@ -38,7 +38,7 @@ class OutputFile(Section):
 
 
 class ReportConfig(Section):
-    """What is told at the end of the job.
+    """What is reported at the end of the job.
 
     Attributes:
       samples: how many of the answers are printed.

@@ -59,19 +59,19 @@ class JobConsole:
             self._bar.compiled(program, seconds, cached)
 
     def doing(self, what: str) -> None:
-        """Something takes its time, until the next tokens."""
+        """Shows what is being done, until the next tokens."""
         if self._bar is not None:
             self._bar.doing(what)
 
     def note(self, text: str) -> None:
-        """Says what is going on."""
+        """Prints a line on stderr."""
         self._err.print(escape(text), soft_wrap=True)
 
     def loaded(self, engine: Engine, seconds: float) -> None:
         """Says what will run, and how long it took to load."""
         self.note(f"loaded in {seconds:.1f} s: {describe(engine)}")
         if self._bar is not None:
-            # What goes on is no longer loading.
+            # Loading is over: show the count again.
             self._bar.at(self._done)
 
     def skip(self) -> None:

@@ -1,4 +1,4 @@
-"""What a job would do, found out without loading weights or writing anything."""
+"""What a job would do, without loading weights or writing anything."""
 
 from __future__ import annotations
 

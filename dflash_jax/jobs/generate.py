@@ -117,7 +117,7 @@ class _Job:
         self._output.clear()
 
     def forget_snapshot(self) -> None:
-        """Lets unfinished requests begin anew when the job is run again."""
+        """Removes the snapshot, so that unfinished requests start over when the job is run again."""
         self._snapshot.remove()
 
     def run(self, total: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class _Job:
         return found
 
     def end(self, error: BaseException) -> None:
-        """Leaves a summary that says why the job could not go on, if anything can still be written.
+        """Leaves a summary that says why the job could not continue, if anything can still be written.
 
         Raises:
           DflashError: in the error's place, where that would say nothing to a user.
@@ -226,7 +226,7 @@ class _Job:
                 self._console.tokens(len(update.token_ids))
                 if update.completion is not None:
                     self._finish(self._in_flight.pop(update.id), update.completion)
-            # After this step's results are written: a request in neither place would have to begin anew.
+            # After this step's results are written: a request in neither place would have to start over.
             if self._snapshot.due and engine.has_work:
                 self._snapshot.take(engine)
 
@@ -260,7 +260,7 @@ class _Job:
             self._keep_for_comparison(item)
 
     def _resume(self, engine: Engine) -> Resumption:
-        """Goes on from the snapshot of a run that was ended, as far as its requests are still wanted."""
+        """Continues from the snapshot of a run that was ended, with those of its requests that are still wanted."""
         unusable = self._snapshot.restore(engine)
         if unusable is not None:
             self._console.note(f"the snapshot {self._snapshot.directory} is not used: {unusable}")

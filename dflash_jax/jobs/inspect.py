@@ -150,7 +150,7 @@ def _draft_options(config: DraftConfig, k: int | None) -> list[tuple[str, str]]:
         ("DFlash version", str(config.version)),
         ("block", f"{config.block_size} tokens trained, {k} drafted in a round"),
         ("mask token", str(config.mask_token_id)),
-        ("listens to layers", ", ".join(map(str, config.target_layer_ids))),
+        ("conditioned on layers", ", ".join(map(str, config.target_layer_ids))),
         ("made for", f"a target of {config.num_target_layers} layers" if config.num_target_layers else "not said"),
         ("convolution", f"{conv.taps} taps, groups of {conv.group_size}" if conv else "none"),
         ("selector", f"rank {selector.rank}, top {selector.top_k}" if selector else "none"),

@@ -51,7 +51,7 @@ MAX_ID = 1000
 """Characters of the longest id."""
 
 _MAX_CHECKED = 100
-"""Unknown keys of a line that are looked at for a slip of the pen."""
+"""Unknown keys of a line that are compared with the known ones, to find typing errors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Item:
     Attributes:
       line: its line in the input, from 1.
       id: as the line gives it, a string or an integer; `line-N` if it gives none.
-      prompt: text, token ids, messages, or a mapping of messages and what else the line says for the chat template.
+      prompt: text, token ids, messages, or a mapping of messages and the line's other `CHAT_KEYS`.
       sampling: the job's parameters with the line's own on top.
     """
 
@@ -73,7 +73,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class BadLine:
-    """A line that is no prompt. Its id is its own if it could be read and is nobody else's, else `line-N`."""
+    """A line that cannot be run. Its id is its own if that could be read and no other line has it, else `line-N`."""
 
     line: int
     id: str | int
@@ -170,7 +170,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_keys(record: dict[str, Any]) -> None:
-    """Refuses sampling parameters in the wrong place and slips of the pen; other keys are the user's business."""
+    """Refuses sampling parameters in the wrong place and misspelt keys; other keys are left to the user."""
     unknown = [key for key, value in record.items() if key not in _KEYS and value is not None]
     for key in unknown:
         if key in _SAMPLING_KEYS:

@@ -1,4 +1,4 @@
-"""Results, the lines of the output: what a job says about each input line."""
+"""Results, the lines of the output: one for each input line."""
 
 from __future__ import annotations
 

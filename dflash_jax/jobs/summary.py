@@ -29,7 +29,7 @@ def summary_path(output: str | Path) -> Path:
 
 
 def figures(results: Iterable[Result]) -> dict[str, Any]:
-    """What the results of an output file come to, whichever run wrote them."""
+    """Counts, acceptance and times over all results of an output file, whichever run wrote them."""
     reasons: Counter[str] = Counter()
     sums: Counter[str] = Counter()
     times: dict[str, list[float]] = {"ttft_s": [], "tpot_s": []}
@@ -85,7 +85,7 @@ def read_summary(output: str | Path) -> dict[str, Any]:
 def check_identity(output: str | Path, earlier: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Refuses to add to an output file that was made under other settings.
 
-    A file without a summary is taken at its word.
+    A file without a summary is not checked.
 
     Args:
       output: the file.

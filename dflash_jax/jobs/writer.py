@@ -1,4 +1,4 @@
-"""The job's output: results that stay written."""
+"""The job's output: results, appended durably."""
 
 from __future__ import annotations
 

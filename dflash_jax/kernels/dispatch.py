@@ -81,7 +81,8 @@ def choose(op: str, implementation: Implementation | None, *operands: Any) -> Ch
         if reason is None:
             if implementation is not None or not hasattr(module, "slower") or module.slower(*operands) is None:
                 return Chosen(wanted, getattr(module, op))
-        # On CPUs, operands that are not native code's are no news: `native.available` says if there is none at all.
+        # The default on CPUs passes over operands of other sizes in silence; `native.available` warns if there is no
+        # native code at all.
         elif implementation is not None or wanted != "native":
             log_once(f"{op} falls back from {wanted} to xla: {reason}")
     return Chosen("xla", getattr(_load(modules["xla"]), op))

@@ -1,4 +1,4 @@
-"""What Pallas' Mosaic GPU compiler and its simulator on the CPU do not say alike, said once.
+"""Operations that Pallas' Mosaic GPU compiler and its simulator on the CPU need spelt differently, in one place.
 
 The simulator of JAX 0.10 knows neither register layouts, nor transposed operands, nor accumulators
 that start from a value. Kernels therefore multiply and lay out through the functions below, which

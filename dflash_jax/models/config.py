@@ -272,7 +272,7 @@ class DraftConfig(TransformerConfig):
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """The layers a drafter listens to when its config names none (`build_target_layer_ids`, dflash 0.1.0)."""
+    """The layers a draft is conditioned on when its config names none (`build_target_layer_ids`, dflash 0.1.0)."""
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -280,7 +280,7 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
 
 
 def check_pair(target: TargetConfig, draft: DraftConfig) -> None:
-    """Raises ConfigError unless the draft can listen to and speak for the target."""
+    """Raises ConfigError unless hidden size, vocabulary, mask token and layers of the draft fit the target."""
     if draft.hidden_size != target.hidden_size:
         raise ConfigError(
             f"the draft's hidden_size {draft.hidden_size} is not the target's {target.hidden_size}; "

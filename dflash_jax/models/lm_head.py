@@ -1,4 +1,4 @@
-"""The LM head: the one place that knows where its matrix is, how it lies, and how its logits are scaled."""
+"""The LM head: the one place that knows where its matrix is, its layout, and how its logits are scaled."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class LmHead(struct.PyTreeNode):
 
     Attributes:
       weight: hidden states to logits.
-      tokens: those that the logits are of, ascending, so that of equal logits the lowest id still is the best; None
-        for the whole vocabulary.
+      tokens: the token id of each logit, ascending, so that of equal logits the lowest id is the best; None for the
+        whole vocabulary.
       multiplier: scales the logits.
       softcap: c of c * tanh(logits / c), after that; None for no cap.
     """
@@ -68,7 +68,7 @@ class LmHead(struct.PyTreeNode):
 
 
 def target_head(params: TargetParams) -> LmHead:
-    """The target's own; if it is tied, the embedding's numbers where they are."""
+    """The target's LM head; the embedding itself, not a copy, if it is tied."""
     return LmHead(Matrix(params.embedding, "out_in") if params.lm_head is None else params.lm_head)
 
 

@@ -1,4 +1,4 @@
-"""The one type of a weight that activations are multiplied by: its numbers, how they lie, and their precision."""
+"""The one type of a weight that activations are multiplied by: its values, their layout, and the precision."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Matrix(struct.PyTreeNode):
     """What `x @ matrix` multiplies an array x by.
 
     Attributes:
-      value: the numbers.
-      layout: how they lie: "in_out" is [inputs, outputs], as XLA likes it; "out_in" is a row per output, for native
-        code. Native products have no derivative: what is trained lies "in_out".
+      value: the values.
+      layout: "in_out" is [inputs, outputs], for XLA; "out_in" is [outputs, inputs], for native code. Native products
+        have no derivative, so weights that are trained are "in_out".
       mixed: round both factors to bfloat16 and sum in float32, as training in mixed precision does.
     """
 
@@ -35,27 +35,27 @@ class Matrix(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Inputs and outputs, however they lie."""
+        """(inputs, outputs), in either layout."""
         rows, columns = self.value.shape
         return (rows, columns) if self.layout == "in_out" else (columns, rows)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the numbers."""
+        """Of the values."""
         return self.value.dtype
 
     @property
     def in_out(self) -> Float[Array, "inputs outputs"]:
-        """The numbers as [inputs, outputs]."""
+        """The values as [inputs, outputs]."""
         return self.laid_out("in_out").value
 
     @property
     def out_in(self) -> Float[Array, "outputs inputs"]:
-        """The numbers as [outputs, inputs]."""
+        """The values as [outputs, inputs]."""
         return self.laid_out("out_in").value
 
     def laid_out(self, layout: Layout) -> Matrix:
-        """The matrix in a layout; itself if it lies so already."""
+        """The matrix in a layout; itself if it has that layout."""
         return self if layout == self.layout else self.replace(value=self.value.T, layout=layout)
 
 

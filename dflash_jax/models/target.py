@@ -25,7 +25,7 @@ class Extension(struct.PyTreeNode):
 
     Attributes:
       hidden: final hidden states, normalised, ready for the LM head.
-      features: states after the layers a draft listens to, concatenated in the order asked for.
+      features: states after the layers a draft is conditioned on, concatenated in the order asked for.
       entries: the new tokens' keys and values, of attention layers, for the pages.
       changes: what the new tokens change of the states of Gated DeltaNet layers, for `recurrent.commit`; None for a
         target without such layers.

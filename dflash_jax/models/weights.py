@@ -1,6 +1,6 @@
 """Weights: plain pytrees, one node per part of a model.
 
-What activations are multiplied by is a `Matrix`: `x @ weight` applies it, however it lies. Experts' matrices, which
+What activations are multiplied by is a `Matrix`: `x @ weight` applies it, whatever its layout. Experts' matrices, which
 `ragged_dot` multiplies by in groups, are arrays. Layers are a tuple with one entry per layer rather than one stack
 scanned over: a scan copies each layer's slice out of the stack before it can multiply by it, which costs a decoding
 step a third of its time on the CPU and keeps layers from differing in structure.

@@ -16,12 +16,12 @@ from dflash_jax.sampling.keys import Purpose, uniform
 
 
 class Verdict(struct.PyTreeNode):
-    """How many drafted tokens each row keeps, and what the target says next.
+    """How many drafted tokens each row keeps, and the target's next token.
 
     Attributes:
       accepted: drafted tokens that stay.
       next_token: the token after them.
-      finite: the logits that say so are finite; else the verdict means nothing.
+      finite: the logits it was computed from are finite; otherwise the verdict is meaningless.
     """
 
     accepted: Int[Array, " rows"]

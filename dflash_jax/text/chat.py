@@ -26,7 +26,7 @@ class Chat:
       messages: each a mapping with `role` and `content`, and what else the template knows.
       tools: what the model may call, as the template knows it: JSON schemas, as a rule.
       template_kwargs: further variables of the template, such as `enable_thinking`.
-      continue_final_message: whether the answer goes on with the last message instead of being a new one;
+      continue_final_message: whether the answer continues the last message instead of being a new one;
         by default if the last message is text of the assistant.
 
     Raises:
@@ -53,7 +53,7 @@ class Chat:
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with the last message."""
+        """Whether the answer continues the last message."""
         if self.continue_final_message is not None:
             return self.continue_final_message
         last = self.messages[-1]
@@ -135,7 +135,7 @@ class ChatTemplate:
         return ChatTemplate(templates, self.special_tokens, {**self.kwargs, **kwargs})
 
     def render(self, chat: Chat) -> str:
-        """The text of a conversation up to where the model goes on.
+        """The text of a conversation up to where the model continues.
 
         Raises:
           RequestError: there is no template for it, or the template rejects it.

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own: a script, which imports nothing of this package.
+"""Renders chat templates in a separate process: a script, which imports nothing of this package.
 
 A template is a program that came with a checkpoint. Jinja's sandbox keeps it from everything but its arguments;
 this process bounds its time and memory, which no check inside an interpreter can, since one operation such as

@@ -28,7 +28,7 @@ _MAX_RULE_TOKENS = 2**28
 
 
 class DraftSection(StrictSection):
-    """The draft to train: a checkpoint to go on from, or the shape of a fresh one.
+    """The draft to train: a checkpoint to continue from, or the shape of a fresh one.
 
     Attributes:
       path: a draft checkpoint; every other field must then be left out.

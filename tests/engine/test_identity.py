@@ -63,7 +63,7 @@ def test_a_snapshot_of_the_same_config_with_other_weights_is_refused(tmp_path):
     midway().snapshot(tmp_path / "snapshot")
     draft = models(PAIR).draft
     changed = models(PAIR).replace(draft=draft.replace(norm=draft.norm.at[3].add(1e-3)))
-    with pytest.raises(CheckpointError, match="cannot be gone on from by this engine"):
+    with pytest.raises(CheckpointError, match="cannot be continued by this engine"):
         Engine.restore(tmp_path / "snapshot", Engine(changed, engine(PAIR).config))
 
 

@@ -81,7 +81,8 @@ def table() -> str:
     lines = [
         "# Mutants",
         "",
-        "Each is applied to a copy of the package by `python -m tests.mutants.run`, and its gate must then fail.",
+        "Each mutant, a small edit, is applied to a copy of the package by `python -m tests.mutants.run`, and the test "
+        "named beside it must then fail.",
         "",
         "| mutant | caught by |",
         "|---|---|",

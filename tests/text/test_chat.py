@@ -194,14 +194,14 @@ def test_named_templates_of_a_directory(tmp_path):
 def test_the_config_names_the_template_and_its_variables():
     values = yaml.safe_load("{path: there, chat_template: plain, chat_template_kwargs: {enable_thinking: false}}")
     source = TargetSource.model_validate(values)
-    speaks = source.spoken_to(tokenizer(NAMED))
-    assert speaks is not None and speaks.chat_text([USER]) == "Phi"
+    configured = source.configure_tokenizer(tokenizer(NAMED))
+    assert configured is not None and configured.chat_text([USER]) == "Phi"
     own = tokenizer()
-    assert TargetSource(path="there").spoken_to(own) is own
+    assert TargetSource(path="there").configure_tokenizer(own) is own
     with pytest.raises(ConfigError, match="need a tokenizer, and 'there' has none"):
-        source.spoken_to(None)
+        source.configure_tokenizer(None)
     with pytest.raises(ConfigError, match=r"target.chat_template_kwargs has 'messages'"):
-        TargetSource(path="there", chat_template_kwargs={"messages": []}).spoken_to(own)
+        TargetSource(path="there", chat_template_kwargs={"messages": []}).configure_tokenizer(own)
 
 
 @pytest.mark.parametrize("template", [5, ["a"], {"default": None}, {"default": {"a": 1}}, True])

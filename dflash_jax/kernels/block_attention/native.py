@@ -59,7 +59,7 @@ def block_attention(
     window: int | None,
     scale: float,
 ) -> Float[Array, "rows queries heads head_dim"]:
-    """See `api.block_attention`; for finite numbers, a token's result is the same bits alone and in a block.
+    """See `api.block_attention`; for finite values, a token's result is bitwise the same alone and in a block.
 
     Only where `kernels.native.available`, in float32 and bfloat16. It has no derivative.
     """

@@ -1,4 +1,4 @@
-"""`block_attention` said as plainly as possible: gather everything, mask, softmax."""
+"""`block_attention` in its simplest form: gather everything, mask, softmax."""
 
 from __future__ import annotations
 

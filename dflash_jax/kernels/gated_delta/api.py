@@ -1,14 +1,14 @@
 """Gated DeltaNet's recurrent part as ops, and the choice of what computes them.
 
-A layer's projections q, k and v of a token lie side by side in `qkv`, at first all queries. They pass a causal
+A layer's projections of a token are concatenated in `qkv`: all queries, all keys, all values. They pass a causal
 depthwise convolution and silu; queries and keys are normalised; then each value head's state S [key_dim, value_dim]
 is decayed, corrected and read (arXiv 2412.06464):
 
     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  out = S^T q
 
-States lie in slots, reached through `idx_mapping`. Only `fold_block` and `write_rows` write them, and their caller
-says which: a block's tokens are folded once it is known how many were accepted; a prompt's chunk is all accepted, so
-that the states at its end are written as they are.
+States are stored by slot, reached through `idx_mapping`. Only `fold_block` and `write_rows` write them. `fold_block`
+folds in a block's tokens once it is known how many were accepted. A prompt's tokens are all accepted, so
+`write_rows` stores the states at the end of its chunk.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def gated_delta_block(
 ) -> tuple[Float[Array, "rows tokens value_heads value_dim"], Ingredients]:
     """A block's outputs after each row's slot's state, which stays as it is, and what `fold_block` needs to add to it.
 
-    On CPUs a token's output is the same bits alone, with those before it folded one by one, and in a block.
+    On CPUs a token's output is bitwise the same in a block as alone, with the tokens before it folded one by one.
 
     Args:
       qkv: projections of the block's tokens: 2 key_heads key_dim + value_heads value_dim channels.
@@ -71,8 +71,8 @@ def fold_block(
 ]:
     """The slots' states and convolution inputs after the accepted tokens of a block; in the same memory if donated.
 
-    A token that is not accepted is exactly the identity. On CPUs the states are the same bits as after folding
-    the tokens one by one.
+    A token that is not accepted leaves the state bitwise unchanged. On CPUs the states are bitwise those after
+    folding the tokens one by one.
 
     Args:
       states, conv_inputs: of all slots, as `gated_delta_block` read them.

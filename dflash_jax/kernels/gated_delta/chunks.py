@@ -140,7 +140,7 @@ def prepare(
 def as_tokens(
     out: Float[Array, "chunks rows value_heads chunk value_dim"], count: Int[Array, " rows"], tokens: int
 ) -> Float[Array, "rows tokens value_heads value_dim"]:
-    """The chunks' outputs as the tokens lie; zeros for those that do not exist."""
+    """The chunks' outputs token by token; zeros for those that do not exist."""
     out = jnp.moveaxis(out, (0, 2), (1, 3))
     out = out.reshape(out.shape[0], -1, *out.shape[3:])[:, :tokens]
     return jnp.where(before(count, tokens)[..., None, None], out, 0)

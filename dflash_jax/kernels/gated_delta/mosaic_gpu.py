@@ -1,11 +1,11 @@
 """A block of few tokens and its fold for Hopper GPUs, in Pallas' Mosaic GPU dialect.
 
 One CTA of one warpgroup takes a row, a value head and 128 channels of the values. It looks its slot up in
-`idx_mapping` and keeps those columns of the state in registers, a column to a thread, for all tokens. Columns never
-meet, so that no thread waits for another: what a token's key and query are is the same for all of them. The block
-reads a state once and writes none; the fold reads it once and writes it once, where it lies.
+`idx_mapping` and keeps those columns of the state in registers, a column to a thread, for all tokens. Columns are
+independent, so no thread waits for another; all threads use the same key and query of a token. The block
+reads a state once and writes none; the fold reads it once and writes it once, in place.
 
-The convolution and what is normalised are elementwise and stay XLA's.
+The convolution and the normalisations are elementwise and done by XLA.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def gated_delta_block(
     *,
     layer: int,
 ) -> tuple[Float[Array, "rows tokens value_heads value_dim"], Ingredients]:
-    """See `api.gated_delta_block`; a row's results are the same bits alone and in company.
+    """See `api.gated_delta_block`; a row's results are bitwise the same whatever other rows there are.
 
     Only where `kernels.native.available`, in float32 and bfloat16. It has no derivative.
     """
@@ -57,9 +57,9 @@ def gated_delta_prefill(
     *,
     layer: int,
 ) -> tuple[Float[Array, "rows tokens value_heads value_dim"], RowStates]:
-    """See `api.gated_delta_prefill`; the same bits as of the tokens one by one.
+    """See `api.gated_delta_prefill`; bitwise the results of the tokens one by one.
 
-    A CPU, whose caches hold a state, is faster token by token than with the chunks' products and solves.
+    The state stays in a CPU's cache, so token by token is faster than the chunks' products and solves.
     """
     out, _, state = _compute(qkv, g, beta, conv_weight, states, conv_inputs, idx_mapping, q_len, layer, ends=True)
     inputs = conv_inputs[layer, jnp.maximum(idx_mapping, 0)]
@@ -92,7 +92,7 @@ def fold_block(
 ) -> tuple[
     Float[Array, "gdn_layers slots value_heads key_dim value_dim"], Float[Array, "gdn_layers slots channels taps"]
 ]:
-    """See `api.fold_block`; a row's states are the same bits alone and in company.
+    """See `api.fold_block`; a row's states are bitwise the same whatever other rows there are.
 
     Only where `kernels.native.available`, in float32 and bfloat16. It has no derivative.
     """

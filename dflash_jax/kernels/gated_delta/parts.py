@@ -57,7 +57,7 @@ def gates(
 
 
 def key_heads(channels: int, state: tuple[int, ...]) -> int:
-    """How many heads of keys, and of queries, lie in the convolution's channels beside the values.
+    """How many heads of keys, and of queries, there are among the convolution's channels, beside the values.
 
     Args:
       channels: of the convolution.
@@ -99,7 +99,7 @@ def split_heads(
 
 
 def per_value_head(x: Float[Array, "rows *tokens key_heads key_dim"], value_heads: int) -> Array:
-    """Each key head's array for all the value heads that share it, which lie next to each other."""
+    """Each key head's array for all the value heads that share it, which are adjacent."""
     return jnp.repeat(x, value_heads // x.shape[-2], axis=-2)
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule said as plainly as possible: one token after the other (arXiv 2412.06464, equation 10)."""
+"""The gated delta rule in its simplest form: one token after the other (arXiv 2412.06464, equation 10)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A block's tokens and their fold in plain XLA operations.
 
 Tokens are taken one after the other, by loops whose bodies compute nothing as long as the block and whose length is not
-known to the compiler. So a body is compiled alike for one token and for many, and on CPUs a token's result is the same
-bits alone and in a block, and whether the tokens before it were folded one by one or together.
+known to the compiler. So a body is compiled alike for one token and for many, and on CPUs a token's result is bitwise
+the same alone and in a block, and whether the tokens before it were folded one by one or together.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def best_tokens(
     Args:
       hidden: final hidden states, normalised.
       weight: the head.
-      layout: of the head: "in_out" is [hidden, vocab], "out_in" is [vocab, hidden], as a tied embedding lies.
+      layout: of the head: "in_out" is [hidden, vocab], "out_in" is [vocab, hidden], as a tied embedding is.
       top_k: how many; 1 is the argmax.
       multiplier: scales the logits.
       softcap: caps them after that, to softcap * tanh(logits / softcap); None for no cap.

@@ -1,4 +1,4 @@
-"""The body of the Pallas kernel: what one CTA computes. `pallas.py` has what surrounds it."""
+"""The body of the Pallas kernel: what one CTA computes. `mosaic_gpu.py` launches it."""
 
 from __future__ import annotations
 

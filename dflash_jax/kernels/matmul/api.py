@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from dflash_jax.kernels.dispatch import Implementation, choose
 
 Layout = Literal["in_out", "out_in"]
-"""How a matrix lies: [inputs, outputs], or a row per output, which is the native layout and that of an embedding."""
+"""Layout of a matrix: [inputs, outputs], or [outputs, inputs], which is native layout and that of an embedding."""
 
 
 def matmul(

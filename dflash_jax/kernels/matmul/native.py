@@ -21,7 +21,7 @@ def unsupported(
 ) -> str | None:
     """Why these operands cannot be multiplied here, or None if they can."""
     if layout != "out_in":
-        return "the matrix does not lie in native layout, a row per output"
+        return "the matrix is not in native layout, [outputs, inputs]"
     if not native.computes(x.dtype, matrix.dtype):
         return f"{x.dtype} and {matrix.dtype} are not both float32 or bfloat16"
     return native.unavailable()
@@ -46,7 +46,7 @@ def matmul(
     mixed: bool,
     wide: bool,
 ) -> Float[Array, "*batch outputs"]:
-    """See `api.matmul`; each row's result is the same bits alone and in company."""
+    """See `api.matmul`; each row's result is bitwise the same whatever other rows there are."""
     narrow = jnp.float32 if mixed else jnp.promote_types(x.dtype, matrix.dtype)
     if mixed:
         x, matrix = x.astype(jnp.bfloat16), matrix.astype(jnp.bfloat16)

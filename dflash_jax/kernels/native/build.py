@@ -1,4 +1,4 @@
-"""The C++ of this directory: compiled for the processor at hand when it is first asked for, and kept."""
+"""The C++ of this directory: compiled for this machine's processor when first needed, and cached."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class BuildError(Exception):
 def available() -> bool:
     """Whether there is native code here; if there could be and is not, the log says why.
 
-    It is for CPUs, and takes a C++ compiler (`find_compiler`). What that makes is kept in
-    `$DFLASH_JAX_CACHE/native`, or `~/.cache/dflash_jax/native`, if only this user may write there, and made anew if it
-    is damaged. XLA then has the functions, as FFI targets.
+    It is for CPUs, and needs a C++ compiler (`find_compiler`). The compiled library is cached in
+    `$DFLASH_JAX_CACHE/native`, or `~/.cache/dflash_jax/native`, if only this user may write there, and built again
+    if it is damaged. XLA then has the functions, as FFI targets.
     """
     if jax.default_backend() != "cpu":
         return False
@@ -130,7 +130,7 @@ def _directory() -> Path | None:
     try:
         return private_directory(cache_directory() / "native")
     except PermissionError as error:
-        log_once(f"native code is compiled anew in every process, because it can be kept nowhere: {error}")
+        log_once(f"native code is compiled again in every process, because there is no safe place to cache it: {error}")
     except (OSError, RuntimeError):
         pass
     return None

@@ -1,4 +1,4 @@
-// Writes tokens' keys or values to their pages, where these lie.
+// Writes tokens' keys or values to their pages, in place.
 
 #include <cstring>
 

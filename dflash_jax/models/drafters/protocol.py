@@ -1,7 +1,7 @@
 """What an engine asks of a draft, whatever its kind.
 
 A new kind is one file: a `DraftConfig` (or a subclass) whose `kind` names it, its weights, and a `Drafter` that is
-registered under that name. What turns candidates into a proposal in another way need only inherit from `DFlash`.
+registered under that name. A kind that only chooses among the candidates in another way inherits from `DFlash`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Proposal(struct.PyTreeNode):
 
 
 def without_damage(proposal: Proposal, vocab_size: int) -> tuple[Proposal, Bool[Array, " rows"]]:
-    """A proposal that can be verified whatever it was made of.
+    """A proposal that can be verified, also where the draft's scores are not finite.
 
     A row whose q is not finite proposes tokens of the vocabulary, any, with q one-hot: that costs acceptance, and the
     output stays what it is.
@@ -90,7 +90,7 @@ class Drafter(Protocol):
         """Drafts tokens for the positions after each row's anchor.
 
         What it draws at random must be keyed by the request's seed, the position and `Purpose.PROPOSE`, so that it
-        neither depends on who else is served nor is drawn again by the verification.
+        neither depends on other requests nor is used again by the verification.
 
         Args:
           params, config: the draft.

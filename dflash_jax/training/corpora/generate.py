@@ -32,7 +32,7 @@ def writing_engine(config: CorpusConfig) -> Engine:
     """
     target = load_target(**config.target.arguments(), dtype=config.engine.dtype)
     models = Models(rounded(target.params, config.dtype), target.config)
-    return Engine(models, config.engine, tokenizer=config.target.spoken_to(target.tokenizer))
+    return Engine(models, config.engine, tokenizer=config.target.configure_tokenizer(target.tokenizer))
 
 
 def generate_corpus(

@@ -194,4 +194,4 @@ def run_training(config: TrainConfig) -> None:
             print(f"mean acceptance length, decoding: {last['engine']['mean_acceptance_length']:.2f}")
         print(f"finished at step {trained.step}; the draft is in {config.output / 'draft'}")
     else:
-        print(f"stopped at step {trained.step} of {config.optimiser.steps}; the same command goes on from there")
+        print(f"stopped at step {trained.step} of {config.optimiser.steps}; the same command continues from there")

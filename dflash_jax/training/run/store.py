@@ -137,7 +137,7 @@ class RunStore:
         except Exception as error:  # Orbax raises many classes, none of its own
             raise CheckpointError(
                 f"checkpoint {step} cannot be written to {self.directory} ({_first_line(error)}); "
-                "what was saved before stays, and the run goes on from there"
+                "what was saved before stays, and the run continues from there"
             ) from error
 
     def restore(self, like: TrainState) -> TrainState:
@@ -156,7 +156,7 @@ class RunStore:
         except Exception as error:  # Orbax raises many classes, none of its own
             older = [saved for saved in self._manager.all_steps() if saved != step]
             way_out = (
-                f"remove {self.directory / 'checkpoints' / str(step)} to go on from step {max(older)}"
+                f"remove {self.directory / 'checkpoints' / str(step)} to continue from step {max(older)}"
                 if older
                 else "it is the only one, so give another output"
             )

@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_leads_to_the_one_before(run, recall_data):
     for path in newest.rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[:10])
-    with pytest.raises(CheckpointError, match=r"remove \S*checkpoints/6 to go on from step 4") as refusal:
+    with pytest.raises(CheckpointError, match=r"remove \S*checkpoints/6 to continue from step 4") as refusal:
         train(config(run, recall_data))
     assert len(str(refusal.value).splitlines()) == 1 and len(str(refusal.value)) < 700
     shutil.rmtree(newest)
