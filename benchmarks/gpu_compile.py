@@ -26,7 +26,7 @@ os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
 from jax.experimental import topologies
-from published_shapes import DRAFTS, TARGET, abstract_models, abstract_state
+from published_shapes import DRAFTS, PAIRS, abstract_models, abstract_state, pair
 
 from dflash_jax.engine.steps import run_rounds
 
@@ -61,9 +61,9 @@ device_description_str: "NVIDIA H200"
 _LAUNCHES = re.compile(r"[\]})] (fusion|custom-call|copy|copy-start|sort|dot|convolution|reduce|scatter|gather)\(")
 
 
-def compile_round(*, rows: int, num_pages: int, page_size: int, rounds: int, implementation: str):
-    """The compiled program, and the shape of the state it was compiled for."""
-    models = abstract_models()
+def compile_round(*, of: str, rows: int, num_pages: int, page_size: int, rounds: int, implementation: str):
+    """The compiled program, and the shapes of the models and the state it was compiled for."""
+    models = abstract_models(*pair(of))
     state = abstract_state(models, rows=rows, num_pages=num_pages, page_size=page_size, max_model_len=40_960)
     topology = topologies.get_topology_desc("gpu", "cuda", target_config=H200, topology="1x1x1")
     mesh = jax.sharding.Mesh(topology.devices, ("device",))
@@ -76,11 +76,11 @@ def compile_round(*, rows: int, num_pages: int, page_size: int, rounds: int, imp
         return run_rounds(models, state, drafts=DRAFTS, rounds=rounds, implementation=implementation)
 
     traced = jax.jit(step, donate_argnums=1).trace(models, state)
-    return traced.lower(lowering_platforms=("cuda",)).compile(), state
+    return traced.lower(lowering_platforms=("cuda",)).compile(), models, state
 
 
-def describe(compiled, state) -> dict[str, int]:
-    """Launches (of a loop's body once), bytes, and copies of pools.
+def describe(compiled, models, state) -> dict[str, int]:
+    """Launches (of a loop's body once), bytes, and copies of pools and of recurrent states.
 
     `kernels` and `mosaic_gpu` count both branches of a conditional, `always` and `logits_bytes` (float32 arrays
     over the vocabulary) only what lies in no branch: what every round launches and writes, whoever samples.
@@ -89,8 +89,11 @@ def describe(compiled, state) -> dict[str, int]:
     memory = compiled.memory_analysis()
     launches = Counter(_LAUNCHES.findall(_without_fused(text)))
     always = _always(text)
-    logits = re.findall(rf"= f32\[([\d,]*\b{TARGET.vocab_size})\]\S* (?:fusion|custom-call|dot|copy)\(", always)
-    pools = {",".join(map(str, leaf.shape)) for leaf in jax.tree.leaves((state.target_pages, state.draft_pages))}
+    logits = re.findall(
+        rf"= f32\[([\d,]*\b{models.target_config.vocab_size})\]\S* (?:fusion|custom-call|dot|copy)\(", always
+    )
+    large = jax.tree.leaves((state.target_pages, state.draft_pages, state.recurrent, state.checkpoints))
+    pools = {",".join(map(str, leaf.shape)) for leaf in large}
     copies = re.findall(r"\[([\d,]+)\][^=\n]* (?:copy|copy-start)\(", text)
     return {
         "kernels": launches.total(),
@@ -128,6 +131,8 @@ def _always(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pair", choices=PAIRS, default=PAIRS[0])
+    parser.add_argument("--pages", type=int, nargs="+", default=[1000, 16_000])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--page-size", type=int, default=16)
     arguments = parser.parse_args()
@@ -144,15 +149,16 @@ def main() -> int:
     wrong = []
     for implementation, rows, rounds in cases:
         temporary = {}
-        for num_pages in (1000, 16_000):
-            compiled, state = compile_round(
+        for num_pages in arguments.pages:
+            compiled, models, state = compile_round(
+                of=arguments.pair,
                 rows=rows,
                 num_pages=num_pages,
                 page_size=arguments.page_size,
                 rounds=rounds,
                 implementation=implementation,
             )
-            found = describe(compiled, state)
+            found = describe(compiled, models, state)
             temporary[num_pages] = found["temporary_bytes"]
             print(
                 f"| {implementation} | {rows} | {rounds} | {num_pages} | "

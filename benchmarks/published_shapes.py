@@ -1,13 +1,19 @@
-"""Models of published sizes without their weights: Qwen3-8B and a five-layer DFlash 2 drafter for it."""
+"""Models of published sizes without their weights, each with a five-layer DFlash 2 drafter.
+
+Qwen3-8B, Qwen3.8-27B with the drafter published for it, and Qwen3.5-35B-A3B. The last two are hybrids.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.checkpoints.hf_config import draft_config, target_config
 from dflash_jax.checkpoints.table import build_params, table
 from dflash_jax.engine.state import EngineState, Models, init_state
 from dflash_jax.families import Leaf
@@ -41,6 +47,31 @@ DRAFT = DraftConfig(
 )
 
 
+_GOLDEN = Path(__file__).parents[1] / "tests" / "golden"
+
+
+def published(name: str) -> TargetConfig:
+    """A target from its published `config.json`."""
+    file = _GOLDEN / "published-targets" / f"{name}.json"
+    return target_config(json.loads(file.read_text()), source=str(file))
+
+
+def pair(name: str) -> tuple[TargetConfig, DraftConfig]:
+    """A target and its drafter by name, one of `PAIRS`."""
+    if name == "qwen3-8b":
+        return TARGET, DRAFT
+    if name == "qwen3.8-27b":
+        file = _GOLDEN / "published-configs" / "z-lab_Qwen3.8-27B-DFlash2.json"
+        return published("Qwen3.8-27B"), draft_config(json.loads(file.read_text()), source=str(file))
+    target = published("Qwen3.5-35B-A3B")
+    sizes = dict(vocab_size=target.vocab_size, hidden_size=target.hidden_size, intermediate_size=6144, num_heads=16)
+    draft = dataclasses.replace(DRAFT, **sizes, target_layer_ids=(1, 10, 19, 28, 37), num_target_layers=40)
+    return target, draft
+
+
+PAIRS = ("qwen3-8b", "qwen3.8-27b", "qwen3.5-35b-a3b")
+
+
 def tiny() -> tuple[TargetConfig, DraftConfig]:
     """The same pair shrunk until a CPU can run it, for a look at whether a script works."""
     sizes = dict(vocab_size=256, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=32, intermediate_size=96)
@@ -59,7 +90,7 @@ def models_with(array: Callable[[Leaf], jax.Array], target: TargetConfig, draft:
     return Models(target=target_params, target_config=target, draft=draft_params, draft_config=draft)
 
 
-def abstract_models(target: TargetConfig = TARGET, draft: DraftConfig = DRAFT, dtype=jnp.bfloat16) -> Models:
+def abstract_models(target: TargetConfig, draft: DraftConfig, dtype=jnp.bfloat16) -> Models:
     """Shapes and dtypes only."""
     return models_with(lambda leaf: jax.ShapeDtypeStruct(leaf.param_shape, dtype), target, draft)
 
