@@ -38,7 +38,7 @@ def enable_compile_cache() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if _setting("jax_persistent_cache_min_compile_time_secs") == _DEFAULT_SECONDS:
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _setting(name: str) -> Any:

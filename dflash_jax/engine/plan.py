@@ -14,15 +14,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Sequenced
 
-from dflash_jax.engine.checkpoints import deepest, take, touch
+from dflash_jax.engine.admit import admit
+from dflash_jax.engine.checkpoints import take
 from dflash_jax.engine.host import HostState, Policy, preempt, speculates
 from dflash_jax.engine.pages import (
     allocate,
     check_pages_counted,
     check_pages_exclusive,
-    lookup,
     pages_for,
-    share,
 )
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sequence import Sequence
@@ -160,87 +159,6 @@ def reserve(host: HostState, *, rounds: int) -> tuple[HostState, Plan]:
     )
 
 
-def admit(host: HostState) -> HostState:
-    """Moves requests from the queue into free slots while their prompts have pages.
-
-    With `prefix_cache`, full pages of a known prefix are shared; at least one token is left to run. Those of a hybrid
-    target are shared up to the deepest page with a checkpoint.
-    """
-    free_slots = _free_slots(host)
-    while host.waiting and free_slots:
-        sequence, pool = host.waiting.first, host.pool
-        full = (sequence.to_run - 1) // pool.page_size if host.policy.prefix_cache else 0
-        sequence = sequence.hashed(full, pool.page_size)
-        known = lookup(pool, sequence.hashes[:full])
-        host, resumption = _resume_from(host, sequence, len(known))
-        found, known = len(known), known[: resumption.pages]
-        pool = share(pool, known)
-        needed = pages_for(sequence.to_run, pool.page_size) - len(known)
-        # A page for each running request's next tokens stays untouched, or a newcomer would be
-        # admitted only to be preempted in the next round.
-        if pool.available < needed + len(host.running):
-            # What was hashed is kept for the next time.
-            host = dataclasses.replace(host, waiting=host.waiting.replace(sequence.id, sequence))
-            break
-        pool, fresh = allocate(pool, needed)
-        saved = len(known) * pool.page_size
-        pool = dataclasses.replace(pool, hits=pool.hits + len(known), misses=pool.misses + full - len(known))
-        counters = host.counters.plus(prefix_tokens_saved=saved)
-        if host.checkpoints is not None and found:
-            again = (found - len(known)) * pool.page_size
-            hit = int(len(known) > 0)
-            counters = counters.plus(checkpoint_hits=hit, checkpoint_misses=1 - hit, tokens_run_again=again)
-        sequence = dataclasses.replace(
-            sequence,
-            slot=free_slots.pop(0),
-            pages=sequence.pages.extend(known + fresh),
-            position=saved,
-            load=resumption.load,
-            saves=_saves(host, sequence, resumption.pages, found, full),
-            published=len(known),
-            cached_tokens=sequence.cached_tokens + saved,
-        )
-        host = dataclasses.replace(
-            host,
-            waiting=host.waiting.remove(sequence.id),
-            running=host.running.append(sequence.id, sequence),
-            pool=pool,
-            counters=counters,
-        )
-    return host
-
-
-@dataclasses.dataclass(frozen=True)
-class _Resumption:
-    """Where a prompt is taken up: after how many known pages, and from which checkpoint."""
-
-    pages: int
-    load: int | None = None
-
-
-def _resume_from(host: HostState, sequence: Sequence, known: int) -> tuple[HostState, _Resumption]:
-    """How many of a sequence's known pages can be used; the checkpoint at their end becomes the most recently used."""
-    if host.checkpoints is None or known == 0:
-        return host, _Resumption(known)
-    pages, checkpoint = deepest(host.checkpoints, sequence.hashes[:known])
-    if checkpoint is None:
-        return host, _Resumption(0)
-    used = touch(host.checkpoints, sequence.hashes[pages - 1])
-    return dataclasses.replace(host, checkpoints=used), _Resumption(pages, checkpoint.index)
-
-
-def _saves(host: HostState, sequence: Sequence, shared: int, known: int, full: int) -> tuple[int, ...]:
-    """Numbers of pages at whose end a checkpoint will be of use.
-
-    The end of the last full page of the prompt, for whoever asks the same again or goes on from here, and the end of
-    the pages that were known: there this prompt departs from another, and more may do so.
-    """
-    useful = host.policy.prefix_cache and (host.policy.k == 0 or sequence.fallback is None)
-    if host.checkpoints is None or not useful:
-        return ()
-    return tuple(sorted({pages for pages in (known, full) if pages > shared}))
-
-
 def _take_pages(host: HostState, tokens: int) -> tuple[HostState, dict[str, tuple[int, ...]]]:
     """Gives every decoding request pages for `tokens` more, preempting the newest if need be.
 
@@ -336,11 +254,6 @@ def _opening(policy: Policy, sequence: Sequence) -> Opening:
 def _padded(rows: list, max_slots: int) -> tuple:
     """The rows, with empty ones up to a bucket's size; none if there are none."""
     return () if not rows else (*rows, *[None] * (bucket(len(rows), 1, max_slots) - len(rows)))
-
-
-def _free_slots(host: HostState) -> list[int]:
-    taken = {sequence.slot for sequence in host.running}
-    return [slot for slot in range(host.policy.max_slots) if slot not in taken]
 
 
 def _slot(sequence: Sequence) -> int:

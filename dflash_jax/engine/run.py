@@ -15,8 +15,9 @@ from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs, decode_inputs,
 from dflash_jax.engine.output import Update
 from dflash_jax.engine.plan import Plan, make_plan
 from dflash_jax.engine.reader import NO_TEXT, Reader
+from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
 from dflash_jax.engine.state import EngineState, Models, mark_donated
-from dflash_jax.engine.steps import Report, give_pages, open_slots, prefill, run_rounds, save_checkpoints
+from dflash_jax.engine.steps import Report, prefill, run_rounds
 from dflash_jax.kernels.dispatch import Implementation
 
 

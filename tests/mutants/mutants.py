@@ -534,7 +534,7 @@ _OF_HYBRIDS = (
         "leave a slot's recurrent state as its last owner had it",
         (
             (
-                "engine/steps.py",
+                "engine/slots.py",
                 '        return all_.at[:, slot].set(rows, mode="drop")\n',
                 '        return jnp.where(jnp.any(loaded), all_.at[:, slot].set(rows, mode="drop"), all_)\n',
             ),
@@ -578,13 +578,13 @@ _OF_HYBRIDS = (
         "begin with the checkpoint of another page",
         (
             (
-                "engine/steps.py",
+                "engine/slots.py",
                 "    loaded, index = loads >= 0, jnp.maximum(loads, 0)\n",
                 "    loaded = loads >= 0\n"
                 "    index = (jnp.maximum(loads, 0) + 1) % state.checkpoints.lengths.shape[0]\n",
             ),
             (
-                "engine/steps.py",
+                "engine/slots.py",
                 "jnp.where(loaded, state.checkpoints.lengths[index], 0)",
                 "jnp.where(loaded, state.checkpoints.lengths[jnp.maximum(loads, 0)], 0)",
             ),
@@ -596,7 +596,7 @@ _OF_HYBRIDS = (
         "take a hit as deep as its pages go, whatever the checkpoints",
         (
             (
-                "engine/plan.py",
+                "engine/admit.py",
                 "_Resumption(pages, checkpoint.index)",
                 "_Resumption(known, checkpoint.index)",
             ),
@@ -606,7 +606,13 @@ _OF_HYBRIDS = (
     ),
     Mutant(
         "never keep a checkpoint where prompts depart",
-        (("engine/plan.py", "for pages in (known, full) if pages > shared", "for pages in (full,) if pages > shared"),),
+        (
+            (
+                "engine/admit.py",
+                "for pages in (known, full) if pages > shared",
+                "for pages in (full,) if pages > shared",
+            ),
+        ),
         _HYBRID + "test_a_prompt_that_departs_leaves_a_checkpoint_there_for_the_next",
         r"assert",
     ),
@@ -614,7 +620,7 @@ _OF_HYBRIDS = (
         "keep the state of another slot as the checkpoint",
         (
             (
-                "engine/steps.py",
+                "engine/slots.py",
                 '        return kept.at[:, index].set(slots[:, slot], mode="drop")\n',
                 '        return kept.at[:, index].set(slots[:, (slot + 1) % slots.shape[1]], mode="drop")\n',
             ),
@@ -630,7 +636,7 @@ _OF_HYBRIDS = (
     ),
     Mutant(
         "resume a preempted request from zeros behind its pages",
-        (("engine/plan.py", "            load=resumption.load,\n", "            load=None,\n"),),
+        (("engine/admit.py", "            load=resumption.load,\n", "            load=None,\n"),),
         _HYBRID + "test_preemption_at_every_round_changes_nothing[True]",
         r"recurrent_continuity|assert",
     ),
