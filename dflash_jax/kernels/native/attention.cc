@@ -1,6 +1,6 @@
 // Attention of a few tokens over a paged context and themselves, with keys and values read where they are.
 //
-// The queries that share a KV head are the lanes of vectors, and every element of a key or value is multiplied with
+// The queries that share a KV head lie side by side in the lanes of vectors, and every number of a key or value meets
 // a whole vector of them. Keys are taken in the order of their positions, in chunks that begin at multiples of a fixed
 // length, with an online softmax (arXiv 1805.02867) over the chunks. So the order of each sum depends on nothing but
 // the position of the query: where all numbers are finite, a token's result is the same bits whether the tokens before

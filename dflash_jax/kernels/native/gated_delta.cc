@@ -1,5 +1,5 @@
 // The gated delta rule: a block's outputs after states that stay as they are, the same with the states after it beside them,
-// and the fold of a block's accepted tokens into states, in place.
+// and the fold of a block's accepted tokens into states where they lie.
 //
 // A column of a state, of one channel of the values, never meets another. So a task takes a row and a value head, and goes
 // through its state in tiles of columns that stay in the nearest cache for all tokens: the state is read from memory once,

@@ -1,4 +1,4 @@
-// Writes tokens' keys or values to their pages, in place.
+// Writes tokens' keys or values to their pages, where these lie.
 
 #include <cstring>
 
