@@ -131,9 +131,7 @@ def test_a_packed_projection_of_another_shape_is_named(models, tmp_path):
     name = "model.layers.2.linear_attn.in_proj_ba.weight"
     tensors[name] = tensors[name][:-1]
     save_file(tensors, directory / "model.safetensors")
-    with pytest.raises(
-        CheckpointError, match=r"in_proj_ba.* has shape \[11, 16\], but .* makes it \[12, 16\]"
-    ):
+    with pytest.raises(CheckpointError, match=r"in_proj_ba.* has shape \[11, 16\], but .* makes it \[12, 16\]"):
         load_target(directory)
 
 
