@@ -344,22 +344,22 @@ def untiled(config: TargetConfig, named: Tensors) -> dict[str, StoredTensor]:
         heads, values = _grouped(delta, 1), _grouped(delta, delta.value_dim)
         keys = np.arange(delta.channels - delta.values)
         channels = np.concatenate([keys, len(keys) + values])
-        rows = {"in_proj_qkv": channels, "conv1d": channels, "in_proj_z": values, "in_proj_b": heads}
-        rows |= {"in_proj_a": heads}
+        rows = dict.fromkeys(("in_proj_qkv.weight", "conv1d.weight"), channels) | {"in_proj_z.weight": values}
+        rows |= dict.fromkeys(("in_proj_b.weight", "in_proj_a.weight", "A_log", "dt_bias"), heads)
         name = f"model.layers.{index}.linear_attn"
-        for part, order in (
-            {f"{one}.weight": order for one, order in rows.items()} | dict.fromkeys(_HEADS, heads)
-        ).items():
+        for part, order in rows.items():
+            # A tensor of another shape is told later, with all that are.
             tensor = found.get(f"{name}.{part}")
             if tensor is not None and tensor.shape[0] == len(order):
                 found[f"{name}.{part}"] = with_rows(tensor, order)
         out = found.get(f"{name}.out_proj.weight")
         if out is not None and out.shape[1:] == values.shape:
-            found[f"{name}.out_proj.weight"] = changed(out, lambda array, order=values: array[:, order])
+            found[f"{name}.out_proj.weight"] = _with_columns(out, values)
     return found
 
 
-_HEADS = ("A_log", "dt_bias")
+def _with_columns(tensor: StoredTensor, columns: Int[np.ndarray, " chosen"]) -> StoredTensor:
+    return changed(tensor, lambda array: array[:, columns])
 
 
 def _grouped(delta: GatedDeltaConfig, width: int) -> Int[np.ndarray, " rows"]:

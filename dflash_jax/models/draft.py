@@ -17,7 +17,7 @@ from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig
 from dflash_jax.models.layers import linear, mlp, norm, project_kv, project_q
-from dflash_jax.models.weights import AttentionWeights, ConvWeights, DraftParams, MlpWeights
+from dflash_jax.models.weights import AttentionWeights, ConvWeights, DraftParams, LayerWeights, MlpWeights
 
 
 def context_entries(
@@ -34,7 +34,7 @@ def context_entries(
     """
     with jax.named_scope("context_features"):
         context = norm(features @ params.fc, params.hidden_norm, config)
-        pairs = [project_kv(context, positions, layer.attention, config) for layer in params.layers]
+        pairs = [project_kv(context, positions, _attention(layer), config) for layer in params.layers]
     return KeyValues(k=jnp.stack([k for k, _ in pairs]), v=jnp.stack([v for _, v in pairs]))
 
 
@@ -117,8 +117,8 @@ def run_layers(
     for index, (weights, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
 
         def attention(normed, index=index, weights=weights, layer=layer):
-            mixed = attend(index, weights.attention, layer, normed)
-            return linear(mixed.reshape(*normed.shape[:2], -1), weights.attention.o_proj)
+            mixed = attend(index, _attention(weights), layer, normed)
+            return linear(mixed.reshape(*normed.shape[:2], -1), _attention(weights).o_proj)
 
         with jax.named_scope("draft_attention"):
             normed = norm(x, weights.input_norm, config)
@@ -129,6 +129,12 @@ def run_layers(
             normed = norm(x, weights.post_attention_norm, config)
             x = x + _convolved(lambda h, dense=dense: mlp(h, dense), normed, weights.mlp_conv, config)
     return norm(x, params.norm, config)
+
+
+def _attention(weights: LayerWeights) -> AttentionWeights:
+    """A draft's layers are all of attention."""
+    assert isinstance(weights.attention, AttentionWeights)
+    return weights.attention
 
 
 def _convolved(sublayer, normed, weights: ConvWeights | None, config: DraftConfig):

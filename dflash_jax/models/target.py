@@ -6,6 +6,8 @@ new tokens' keys and values, and what they change of the states, come back to th
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -71,7 +73,10 @@ def extend(
     positions = context.row_lengths()[:, None] + jnp.arange(tokens.shape[1])
     with jax.named_scope("embedding"):
         x = params.embedding[tokens]
-    keys, values, changes, features = [], [], [], {}
+    keys: list[Array] = []
+    values: list[Array] = []
+    changes: list[Any] = []
+    features: dict[int, Array] = {}
     for index, (weights, layer) in enumerate(zip(params.layers, config.layers, strict=True)):
         normed = norm(x, weights.input_norm, config)
         if isinstance(weights.attention, GatedDeltaWeights):
@@ -129,7 +134,7 @@ def extend(
         hidden=hidden,
         features=jnp.concatenate(chosen, axis=-1) if chosen else jnp.zeros((*tokens.shape, 0), x.dtype),
         entries=KeyValues(k=jnp.stack(keys), v=jnp.stack(values)),
-        changes=tuple(changes) or None,
+        changes=cast(Changes, tuple(changes)) if changes else None,
     )
 
 

@@ -47,22 +47,22 @@ def nothing_cached(config: TargetConfig) -> Cached:
 
 
 @partial(jax.jit, static_argnames=("config", "prefill", "layers"))
-def step(params, config, cached: Cached, tokens, count, prefill, layers=()):
-    """Extends a slot by the first `count` of some tokens, in the second of three rows, and commits them."""
+def step(params, config, cached: Cached, tokens, count, accepted, prefill, layers=()):
+    """Extends a slot by the first `count` of some tokens, in the second of three rows, and commits the accepted."""
     pages, recurrent, length = cached
     rows = jnp.array([-1, SLOT, -1], jnp.int32)
     table = jnp.full((SLOTS, PAGES), -1, jnp.int32).at[SLOT].set(jnp.arange(PAGES)[::-1])
     lengths = jnp.zeros(SLOTS, jnp.int32).at[SLOT].set(length)
     context = Context(pages, table, rows, lengths)
-    counts = jnp.array([0, 1, 0], jnp.int32) * count
+    counts, taken = (jnp.array([0, 1, 0], jnp.int32) * number for number in (count, accepted))
     padded = jnp.broadcast_to(tokens, (3, *tokens.shape))
     extension: Extension = extend(
         params, config, context, padded, counts, recurrent=recurrent, prefill=prefill, feature_layers=layers
     )
     after = (
-        context.write(extension.entries, counts),
-        commit(recurrent, extension.changes, rows, counts),
-        length + count,
+        context.write(extension.entries, taken),
+        commit(recurrent, extension.changes, rows, taken),
+        length + accepted,
     )
     return after, lm_head(params, extension.hidden[1]), extension.features[1]
 
@@ -70,7 +70,7 @@ def step(params, config, cached: Cached, tokens, count, prefill, layers=()):
 def run(name: str, cached: Cached, ids: list[int], width: int, prefill: bool, layers=()):
     params, config = target(name)
     padded = jnp.array(ids + [0] * (width - len(ids)), jnp.int32)
-    cached, logits, features = step(params, config, cached, padded, len(ids), prefill, layers)
+    cached, logits, features = step(params, config, cached, padded, len(ids), len(ids), prefill, layers)
     return cached, np.asarray(logits)[: len(ids)], np.asarray(features)[: len(ids)]
 
 
@@ -136,15 +136,18 @@ def test_rejected_tokens_of_a_block_leave_the_states_as_one_by_one(name):
     golden = tensors(name)
     ids = golden[f"{sequences(name)[-1]}.ids"].tolist()
     params, config = target(name)
-    prompt, block = ids[:20], ids[20:28]
+    # Of more than 16 tokens in all, XLA computes the products, whose bits depend on how many they are.
+    prompt, block = ids[:20], ids[20:25]
     before, _, _ = run(name, nothing_cached(config), prompt, 128, True)
+    alone = before
     for accepted in range(len(block) + 1):
-        alone = before
-        for token in block[:accepted]:
-            alone, _, _ = run(name, alone, [token], 1, False)
-        together, _, _ = step(params, config, before, jnp.array(block, jnp.int32), accepted, False)
-        for one, other in zip(jax.tree.leaves(together[1]), jax.tree.leaves(alone[1]), strict=True):
-            np.testing.assert_array_equal(one, other, err_msg=f"{accepted} accepted")
+        together, _, _ = step(params, config, before, jnp.array(block, jnp.int32), len(block), accepted, False)
+        for one, other in zip(jax.tree.leaves(together[1:]), jax.tree.leaves(alone[1:]), strict=True):
+            # Experts' products are the same bits only for the same number of tokens.
+            atol = 2e-5 if name != "tiny-qwen3_5" else 0
+            np.testing.assert_allclose(one, other, atol=atol, rtol=0, err_msg=f"{accepted} accepted")
+        if accepted < len(block):
+            alone, _, _ = run(name, alone, [block[accepted]], 1, False)
 
 
 def test_a_hybrid_without_states_is_refused():

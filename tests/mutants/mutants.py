@@ -798,9 +798,82 @@ _OF_TEXT = (
     ),
 )
 
+_HYBRIDS = "tests/models/test_hybrid_golden.py::"
+_LOGITS = _HYBRIDS + "test_logits_of_hybrids_are_those_of_transformers[tiny-qwen3_5-prefill-chunks of 5]"
+
+_OF_HYBRID_MODELS = (
+    Mutant(
+        "fold rejected tokens into the states too",
+        (
+            (
+                "models/recurrent.py",
+                "            idx_mapping,\n            count,\n",
+                "            idx_mapping,\n            count + 1,\n",
+            ),
+        ),
+        _HYBRIDS + "test_rejected_tokens_of_a_block_leave_the_states_as_one_by_one[tiny-qwen3_5]",
+        r"0 accepted",
+    ),
+    Mutant(
+        "leave the state of a prompt's chunk unwritten",
+        (("models/recurrent.py", "jnp.where(count > 0, idx_mapping, -1)", "jnp.where(count < 0, idx_mapping, -1)"),),
+        _LOGITS,
+        r"Not equal to tolerance",
+    ),
+    Mutant(
+        "leave attention's gate out",
+        (("models/target.py", "mixed = mixed * jax.nn.sigmoid(gate)", "mixed = mixed + 0 * gate"),),
+        _LOGITS,
+        r"Not equal to tolerance",
+    ),
+    Mutant(
+        "turn whole heads of hybrids",
+        (("models/config.py", "return int(head_dim * self.partial)", "return head_dim"),),
+        _LOGITS,
+        r"Not equal to tolerance",
+    ),
+    Mutant(
+        "page attention layers by their number among all layers",
+        (("models/target.py", "                    len(keys),\n", "                    index,\n"),),
+        _LOGITS,
+        r"Not equal to tolerance|Error",
+    ),
+    Mutant(
+        "give every token the shared expert ungated",
+        (("models/layers.py", "jax.nn.sigmoid(tokens @ weights.shared.gate) * mlp", "mlp"),),
+        _LOGITS.replace("tiny-qwen3_5-prefill", "tiny-qwen3-next-prefill"),
+        r"Not equal to tolerance",
+    ),
+    Mutant(
+        "leave value heads of a GGUF file in tiles",
+        (
+            (
+                "families/qwen3_5.py",
+                "return hybrid.untiled(config, hybrid.from_gguf(config, named))",
+                "return hybrid.from_gguf(config, named)",
+            ),
+        ),
+        "tests/checkpoints/test_gguf_hybrids.py::test_hybrids_in_gguf_come_back_as_converted[qwen3_5]",
+        r"Not equal to tolerance",
+    ),
+    Mutant(
+        "write Qwen3-Next's projections one after the other",
+        (
+            (
+                "families/qwen3_next.py",
+                "_packed(pieces, np.argsort(np.concatenate(orders)))",
+                "_packed(pieces, np.arange(sum(map(len, orders))))",
+            ),
+        ),
+        "tests/checkpoints/test_hybrids.py::test_packed_projections_lie_key_head_by_key_head",
+        r"Arrays are not equal",
+    ),
+)
+
 MUTANTS = (
     *_OF_GOLDEN_PAIRS,
     *_OF_HYBRIDS,
+    *_OF_HYBRID_MODELS,
     *_OF_JOBS,
     *_OF_TEXT,
     *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR),
