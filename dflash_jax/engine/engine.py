@@ -93,7 +93,7 @@ class Engine:
           ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
         """
         enable_compile_cache()
-        self._lock = _Lock()
+        self._lock = threading.RLock()
         self.config = config or EngineConfig()
         self.tokenizer = tokenizer
         self._clock = clock
@@ -461,7 +461,6 @@ class Engine:
 
     def _copy(self) -> Engine:
         twin = copy.copy(self)
-        twin._lock = _Lock()
         twin._read = NO_TEXT if self.tokenizer is None else TextReader(self.tokenizer)
         return twin
 
@@ -501,27 +500,16 @@ class Engine:
         )
         return dataclasses.replace(host, policy=policy, models=self.host.models, pool=pool, waiting=waiting)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is used by others, and has a lock of its own.
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.RLock()
+
     def __repr__(self) -> str:
         return display.engine_text(self.host, self.models)
 
     def _repr_html_(self) -> str:
         return display.engine_html(self.host, self.models)
-
-
-class _Lock:
-    """Lets one thread at a time into an engine; a copy of the engine has its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *exception: object) -> None:
-        self._lock.release()
-
-    def __copy__(self) -> _Lock:
-        return _Lock()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Lock:
-        return _Lock()

@@ -184,12 +184,42 @@ def test_threads_generate_side_by_side():
         assert record(done[number]) == record(alone(PAIR, tuple(prompts(PAIR)[number])))
 
 
+@pytest.mark.parametrize("donate", [True, False])
+def test_an_interruption_after_the_device_has_run_loses_nothing(donate, monkeypatch):
+    served, join, calls = engine(PAIR, donate=donate), engine_module.join_updates, 0
+    served.add_request(prompts(PAIR)[1], SAMPLING, request_id="a")
+
+    def interrupted(*arguments):
+        nonlocal calls
+        calls += 1
+        if calls in (1, 4, 6):
+            raise KeyboardInterrupt
+        return join(*arguments)
+
+    monkeypatch.setattr(engine_module, "join_updates", interrupted)
+    tokens: list[int] = []
+    while served.has_work:
+        try:
+            updates = served.step()
+        except KeyboardInterrupt:
+            continue
+        for update in updates:
+            tokens.extend(update.token_ids)
+    assert tuple(tokens) == alone(PAIR, tuple(prompts(PAIR)[1])).token_ids
+
+
 def test_a_deep_copy_goes_its_own_way():
     served = engine(PAIR)
     served.add_request(prompts(PAIR)[1], SAMPLING, request_id="a")
     served.step(), served.step()
     twin = copy.deepcopy(served)
     assert record(finish(twin)["a"]) == record(finish(served)["a"])
+
+
+def test_stop_strings_are_so_many_at_most():
+    assert len(SamplingParams(stop=tuple("x" * (1 + n) for n in range(256))).stop) == 256
+    with pytest.raises(RequestError, match=r"sampling\.stop has 1000000 strings; at most 256 are supported"):
+        SamplingParams(stop=("x",) * 1_000_000)
 
 
 @pytest.mark.parametrize(
