@@ -10,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from dflash_jax.errors import CheckpointError, RequestError
+from dflash_jax.errors import CheckpointError, RequestError, reason
 from dflash_jax.text.chat import Chat, ChatTemplate
-from dflash_jax.text.detokenizer import Detokenizer, Vocabulary
+from dflash_jax.text.detokenizer import Detokenizer, Vocabulary, is_panic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -150,6 +150,11 @@ class Tokenizer:
             raise RequestError(
                 "the prompt has half of a surrogate pair, which is no character; it must be Unicode text"
             ) from None
+        except BaseException as error:
+            # A panic in Rust is no Exception, and is about this text alone; an interruption by the user is neither.
+            if not is_panic(error):
+                raise
+            raise RequestError(f"the tokenizer cannot encode the prompt ({reason(error)})") from None
 
 
 def _special_tokens(backend: PreTrainedTokenizerFast) -> dict[str, str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dflash_jax.engine.config import EngineConfig, EngineSetup
 from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.device_memory import check_memory
-from dflash_jax.engine.host import NO_LIMIT, HostState, add, remove, restart, shift_times
+from dflash_jax.engine.host import NO_LIMIT, HostState, add, fallback_of, name_request, remove, restart, shift_times
 from dflash_jax.engine.init import empty_device, init_host, make_policy
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.output import Completion, Update, join_updates
@@ -32,7 +33,7 @@ from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.engine.run import Runner, step
 from dflash_jax.engine.state import EngineState, Models, is_donated
-from dflash_jax.errors import CheckpointError, RequestError, quote
+from dflash_jax.errors import CheckpointError, RequestError, StateError, quote
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.lm_head import make_shortlist
 from dflash_jax.settings import parse, read_settings
@@ -54,6 +55,8 @@ class Engine:
     An engine is a pair of immutable values, `host` and `state` (the device's half), and `step` replaces them
     by the next pair. Both may be read, kept and compared between steps, and set; with `donate=False` in
     the config old device states stay readable too.
+
+    Threads may share an engine: what one of them does waits for what another is doing.
 
     Attributes:
       host: requests, page account and undelivered updates.
@@ -91,6 +94,7 @@ class Engine:
           ConfigError: target and draft do not fit each other, or the sizes do not fit the models.
         """
         enable_compile_cache()
+        self._lock = threading.RLock()
         self.config = divide(config or EngineConfig(), models.target_config, models.draft_config)
         self.tokenizer = tokenizer
         self._clock = clock
@@ -168,27 +172,28 @@ class Engine:
           prompt: text, token ids, chat messages, or a mapping of `messages`, `tools`, `chat_template_kwargs` and
             `continue_final_message`.
           sampling: parameters, or the ones that differ from the defaults.
-          request_id: any string not in flight; made up if not given.
+          request_id: any string that no request in flight has and no undelivered update; made up if not given.
 
         Raises:
           RequestError: it can never be served; nothing was queued.
         """
         if not isinstance(sampling, SamplingParams):
             sampling = SamplingParams().override(sampling or {})
-        host = self.host
-        if request_id is None:
-            request_id = f"request-{host.next_id}"
-            host = dataclasses.replace(host, next_id=host.next_id + 1)
-        request = make_request(
-            request_id,
-            self.tokenize(prompt),
-            sampling,
-            target=self.models.target_config,
-            max_model_len=self.config.max_model_len,
-            pool=host.pool,
-            tokenizer=self.tokenizer,
-        )
-        self.host = add(host, request, self._clock())
+        tokens = self.tokenize(prompt)
+        with self._lock:
+            host = self.host
+            if request_id is None:
+                host, request_id = name_request(host)
+            request = make_request(
+                request_id,
+                tokens,
+                sampling,
+                target=self.models.target_config,
+                max_model_len=self.config.max_model_len,
+                pool=host.pool,
+                tokenizer=self.tokenizer,
+            )
+            self.host = add(host, request, self._clock())
         return request_id
 
     def step(self) -> tuple[Update, ...]:
@@ -200,34 +205,53 @@ class Engine:
         Raises:
           InvariantError: an invariant is violated and the engine is strict.
         """
-        self._advance()
-        updates, self.host = tuple(self.host.undelivered), dataclasses.replace(self.host, undelivered=Queue())
+        updates: tuple[Update, ...] = ()
+        try:
+            with self._lock:
+                self._advance()
+                updates, self.host = tuple(self.host.undelivered), dataclasses.replace(self.host, undelivered=Queue())
+        except BaseException:
+            # An interruption from the keyboard may come as the lock is let go; what nobody got is undelivered still.
+            with self._lock:
+                undelivered = join_updates(Queue((update.id, update) for update in updates), self.host.undelivered)
+                self.host = dataclasses.replace(self.host, undelivered=undelivered)
+            raise
         return updates
 
     def _advance(self) -> None:
         """One step; its updates are added to `host.undelivered`."""
         try:
             host, state, updates = step(self._run, self.host, self.state, self._clock, self._read)
+            host = dataclasses.replace(host, undelivered=join_updates(host.undelivered, updates))
+            # Nothing comes between these two, an interruption from the keyboard included.
+            self.host, self.state = host, state
         except BaseException:
             if is_donated(self.state):
                 self.host, self.state = restart(self.host), empty_device(self.models, self.config)
             raise
-        self.host = dataclasses.replace(host, undelivered=join_updates(host.undelivered, updates))
-        self.state = state
 
     def abort(self, request_id: str) -> Completion:
-        """Ends a request wherever it is, and returns what it has.
+        """Ends a request wherever it is, and returns what it has, with what no update has delivered yet.
 
         Raises:
           RequestError: no such request is in flight.
         """
-        sequence = self.host.find(request_id)
-        if sequence is None:
-            raise RequestError(f"no request {request_id!r} is in flight, so it cannot be aborted")
-        self.host = remove(self.host, request_id)
-        completion = end(sequence, "abort", self._read).completion
+        with self._lock:
+            sequence = self.host.find(request_id)
+            if sequence is None:
+                raise RequestError(f"no request {quote(request_id)} is in flight, so it cannot be aborted")
+            self.host = remove(self.host, request_id)
+            self._take(request_id)
+            completion = end(sequence, "abort", self._read).completion
         assert completion is not None
         return completion
+
+    def _take(self, request_id: str) -> Update | None:
+        """A request's undelivered update, which then is delivered."""
+        update = self.host.undelivered.get(request_id)
+        if update is not None:
+            self.host = dataclasses.replace(self.host, undelivered=self.host.undelivered.remove(request_id))
+        return update
 
     def counters(self) -> dict[str, int]:
         """What happened since the engine was made: pages found and not found in the prefix cache, pages evicted
@@ -275,16 +299,24 @@ class Engine:
     ) -> Iterator[Update]:
         """Generates for all prompts at once and yields updates as they come.
 
-        An abandoned iteration aborts its requests.
+        An abandoned iteration aborts its requests. It ends early for a request that was aborted, or whose last
+        update somebody else took, by `step`.
         """
         return self._stream(self._add_all(prompts, sampling))
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any] | None = None
     ) -> list[Completion]:
-        """Generates for all prompts at once; completions in the prompts' order."""
+        """Generates for all prompts at once; completions in the prompts' order.
+
+        Raises:
+          StateError: meanwhile another thread aborted one of the requests, or took its last update.
+        """
         ids = self._add_all(prompts, sampling)
         done = {update.id: update.completion for update in self._stream(ids) if update.completion is not None}
+        for request_id in ids:
+            if request_id not in done:
+                raise StateError(f"request {request_id!r} was aborted, or its last update taken, by another thread")
         return [done[request_id] for request_id in ids]
 
     def _add_all(self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any] | None) -> list[str]:
@@ -296,30 +328,50 @@ class Engine:
             for prompt in prompts:
                 ids.append(self.add_request(prompt, sampling))
         except BaseException:
-            for request_id in ids:
-                self.abort(request_id)
+            self._drop(ids)
             raise
         return ids
 
     def _stream(self, ids: Sequence[str]) -> Iterator[Update]:
         """Updates of some requests; those of the others stay undelivered."""
+        updates = self._updates(ids)
+        # From here on it is under way, and ends its requests also if nobody ever asks it for an update.
+        next(updates)
+        return updates  # type: ignore[return-value]
+
+    def _updates(self, ids: Sequence[str]) -> Iterator[Update | None]:
         unfinished = dict.fromkeys(ids)
         try:
+            yield None
             while unfinished:
-                self._advance()
-                for request_id in [name for name in unfinished if name in self.host.undelivered]:
-                    update = self.host.undelivered.get(request_id)
-                    assert update is not None
-                    self.host = dataclasses.replace(self.host, undelivered=self.host.undelivered.remove(request_id))
+                with self._lock:
+                    self._advance()
+                    waiting = self.host.undelivered
+                    # The shorter of the two, or a step would take longer the more is queued.
+                    if len(waiting) < len(unfinished):
+                        mine = [update.id for update in waiting if update.id in unfinished]
+                    else:
+                        mine = [request_id for request_id in unfinished if request_id in waiting]
+                    if not mine:
+                        unfinished = {name: None for name in unfinished if self.host.find(name) is not None}
+                for request_id in mine:
+                    with self._lock:
+                        update = self._take(request_id)
+                    if update is None:
+                        continue
                     if update.completion is not None:
                         del unfinished[request_id]
                     yield update
         finally:
-            for request_id in unfinished:
+            self._drop(unfinished)
+
+    def _drop(self, ids: Iterable[str]) -> None:
+        """Ends those of the requests that are in flight, and forgets what was not delivered of any."""
+        for request_id in ids:
+            with self._lock:
                 if self.host.find(request_id) is not None:
                     self.abort(request_id)
-                if request_id in self.host.undelivered:
-                    self.host = dataclasses.replace(self.host, undelivered=self.host.undelivered.remove(request_id))
+                self._take(request_id)
 
     # Snapshots and forks.
 
@@ -328,9 +380,10 @@ class Engine:
 
         The weights are not saved, only their identity: names and checksums.
         """
-        host = shift_times(self.host, -self._clock())
-        setup = None if self.setup is None else self.setup.model_dump()
-        snapshots.save(Path(directory), self.state, snapshots.HostSnapshot(host, setup, snapshots.shapes(self.state)))
+        with self._lock:
+            host, state = shift_times(self.host, -self._clock()), self.state
+            setup = None if self.setup is None else self.setup.model_dump()
+            snapshots.save(Path(directory), state, snapshots.HostSnapshot(host, setup, snapshots.shapes(state)))
 
     @classmethod
     def restore(
@@ -394,11 +447,17 @@ class Engine:
             twin = self._with_draft(draft, k)
             twin.host = twin._rebuilt(self.host)
             return twin
-        twin = self._copy()
+        with self._lock:
+            twin = self._copy()
+            twin.state = jax.tree.map(jnp.copy, self.state) if self.config.donate else self.state
         if k is not None:
-            policy = make_policy(self.models, self.config, k, self.host.policy.draft_limit)
-            twin.host = dataclasses.replace(self.host, policy=policy)
-        twin.state = jax.tree.map(jnp.copy, self.state) if self.config.donate else self.state
+            policy = make_policy(self.models, self.config, k, twin.host.policy.draft_limit)
+            policy = dataclasses.replace(policy, max_slots=twin.host.policy.max_slots)
+            twin.host = dataclasses.replace(twin.host, policy=policy)
+            if twin.setup is not None and twin.setup.draft is not None:
+                # A snapshot of it is to be gone on from with as many.
+                draft_setup = twin.setup.draft.model_copy(update={"k": k})
+                twin.setup = twin.setup.model_copy(update={"draft": draft_setup})
         return twin
 
     def _copy(self) -> Engine:
@@ -436,7 +495,20 @@ class Engine:
         policy = dataclasses.replace(self.host.policy, max_slots=host.policy.max_slots)
         host = restart(host)
         pool = dataclasses.replace(self.host.pool, hits=host.pool.hits, misses=host.pool.misses)
-        return dataclasses.replace(host, policy=policy, models=self.host.models, pool=pool)
+        # Whether a request is drafted for is another matter with another draft, or the first.
+        waiting = Queue(
+            (name, dataclasses.replace(sequence, fallback=fallback_of(policy, sequence.request)))
+            for name, sequence in host.waiting.items()
+        )
+        return dataclasses.replace(host, policy=policy, models=self.host.models, pool=pool, waiting=waiting)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy is used by others, and has a lock of its own.
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.RLock()
 
     def __repr__(self) -> str:
         return display.engine_text(self.host, self.models)

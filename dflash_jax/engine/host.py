@@ -18,7 +18,7 @@ from dflash_jax.engine.output import Update
 from dflash_jax.engine.pages import PagePool, empty_pool, release
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sequence import Sequence
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import RequestError, quote
 
 NO_LIMIT = int(np.iinfo(np.int32).max)
 """A `draft_limit` that no context reaches."""
@@ -129,14 +129,28 @@ def speculates(policy: Policy, sequence: Sequence) -> bool:
     return policy.k > 0 and sequence.fallback is None
 
 
+def name_request(host: HostState) -> tuple[HostState, str]:
+    """A request id that nobody has, and the state in which it is taken."""
+    number = host.next_id
+    while host.find(name := f"request-{number}") is not None or name in host.undelivered:
+        number += 1
+    return dataclasses.replace(host, next_id=number + 1), name
+
+
 def add(host: HostState, request: Request, now: float) -> HostState:
     """Queues a request.
 
     Raises:
-      RequestError: another one of its id is in flight.
+      RequestError: another one of its id is in flight, or has updates that nobody has taken.
     """
     if host.find(request.id) is not None:
-        raise RequestError(f"request id {request.id!r} is in flight already; ids must be unique")
+        raise RequestError(f"request id {quote(request.id)} is in flight already; ids must be unique")
+    if request.id in host.undelivered:
+        # The two would be taken for one, and the first one's completion would be lost.
+        raise RequestError(
+            f"request id {quote(request.id)} has an update that was not delivered yet; take it by step(), or choose "
+            "another id"
+        )
     fallback = fallback_of(host.policy, request)
     return dataclasses.replace(
         host,

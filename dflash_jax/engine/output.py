@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Literal
 
 from dflash_jax.acceptance import Acceptance
@@ -99,7 +100,7 @@ class Update:
         return Update(self.id, self.token_ids + later.token_ids, text, later.completion)
 
 
-def join_updates(undelivered: Queue[Update], updates: tuple[Update, ...]) -> Queue[Update]:
+def join_updates(undelivered: Queue[Update], updates: Iterable[Update]) -> Queue[Update]:
     """Undelivered updates with new ones added, joined to one per request."""
     for update in updates:
         before = undelivered.get(update.id)

@@ -11,6 +11,9 @@ from dflash_jax.engine.state import MAX_STOP_TOKENS
 from dflash_jax.errors import RequestError, cut, quote
 from dflash_jax.settings import suggest
 
+MAX_STOP_STRINGS = 256
+"""Stop strings a request can have: each of them is looked for at every character of the text."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
@@ -48,8 +51,12 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        for name, wanted in (("stop", "a string or a list of strings"), ("stop_token_ids", "a list of token ids")):
+            self._require(name, isinstance(getattr(self, name), list | tuple), wanted)
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"sampling.stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS} are supported")
         self._require("temperature", _is_real(self.temperature) and self.temperature >= 0, "0 or more")
         self._require("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of 1 or more")
         self._require("top_p", _is_real(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1")

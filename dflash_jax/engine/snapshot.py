@@ -17,6 +17,7 @@ import immutables
 import jax
 import orbax.checkpoint as ocp
 
+from dflash_jax.checkpoints.digests import digest, is_whole
 from dflash_jax.engine.checkpoints import Checkpoint, CheckpointPool
 from dflash_jax.engine.containers import Log, Queue
 from dflash_jax.engine.host import Counters, HostState, Policy
@@ -26,9 +27,9 @@ from dflash_jax.engine.pages import PagePool
 from dflash_jax.engine.request import Request, SamplingParams
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.state import EngineState
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, DflashError, reason
 
-_STATE, _HOST = "state", "host.json"
+_STATE, _HOST, _FILES = "state", "host.json", "files.json"
 _VERSION = 3
 
 
@@ -62,9 +63,12 @@ def save(directory: Path, state: EngineState, snapshot: HostSnapshot) -> None:
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(staging / _STATE, state)
     (staging / _HOST).write_text(json.dumps(_to_json(snapshot)), encoding="utf-8")
+    files = {str(f.relative_to(staging)): digest(f) for f in sorted(staging.rglob("*")) if f.is_file()}
+    (staging / _FILES).write_text(json.dumps(files), encoding="utf-8")
     old = directory.with_name(directory.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
+        # Otherwise an interruption left the older one under this name, and it is all there is until the new one is.
+        shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)
     staging.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
@@ -78,16 +82,35 @@ def load_host(directory: Path) -> HostSnapshot:
     """
     directory = _find(directory)
     try:
+        _check_whole(directory)
         return _from_json(json.loads((directory / _HOST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory} is not a snapshot of an engine: {error}") from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, DflashError) as error:
+        raise CheckpointError(f"{directory} is not a snapshot of an engine: {reason(error)}") from None
 
 
 def load_state(directory: Path, like: EngineState) -> EngineState:
-    """Reads the device's part into the structure of `like`."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return checkpointer.restore(_find(directory).absolute() / _STATE, abstract)
+    """Reads the device's part into the structure of `like`.
+
+    Raises:
+      CheckpointError: it is damaged.
+    """
+    place = _find(directory).absolute() / _STATE
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+            return checkpointer.restore(place, abstract)
+    except MemoryError:
+        raise
+    except Exception as error:  # Orbax and TensorStore raise whatever their parsers do, bare exceptions among it
+        raise CheckpointError(f"the engine's state in {place} is damaged: {reason(error)}") from error
+
+
+def _check_whole(directory: Path) -> None:
+    """Refuses a snapshot with a file that is missing or changed; TensorStore reads some of them as other numbers."""
+    files = json.loads((directory / _FILES).read_text(encoding="utf-8"))
+    for name, expected in files.items():
+        if ".." in Path(name).parts or not is_whole(directory / name, expected):
+            raise ValueError(f"its file {name} is missing, cut or changed since it was written")
 
 
 def _find(directory: Path) -> Path:

@@ -160,7 +160,8 @@ class _Job:
         with contextlib.suppress(Exception):
             if isinstance(error, KeyboardInterrupt):
                 self.save("stopped", reason="interrupted from the keyboard")
-            elif isinstance(error, Exception):
+            else:
+                # What is no Exception, such as a panic in Rust, ends the job as well.
                 reason = str(said) if isinstance(said, DflashError) else f"{type(said).__name__}: {said}"
                 self.save("failed", reason=cut(reason, 2000))
         if said is not error:

@@ -49,6 +49,8 @@ class ResultFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _open_locked(self.path)
+        except ConfigError:
+            raise
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"the output file {quote(str(self.path))} cannot be written ({reason})") from None

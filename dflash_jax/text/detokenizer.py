@@ -30,6 +30,11 @@ class Detokenizer(Protocol):
         ...
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether code in Rust gave up, which Python does not count among its exceptions."""
+    return type(error).__name__ == "PanicException"
+
+
 class Vocabulary:
     """What the tokens of a tokenizer stand for."""
 
@@ -62,8 +67,8 @@ class Vocabulary:
         try:
             text = self._backend.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         except BaseException as error:
-            # A panic in Rust is no Exception; an interruption by the user is none either.
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            # An interruption by the user is no Exception.
+            if isinstance(error, Exception) or is_panic(error):
                 return ""
             raise
         return text if isinstance(text, str) else ""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import jax
 import numpy as np
 import pytest
 
 from dflash_jax import CheckpointError, Engine
+from dflash_jax.checkpoints.digests import digest
+from dflash_jax.engine import snapshot as snapshots
 from tests.pairs import GOLDEN, SAMPLING, SIZES, assert_is_golden, cases, engine, prompts, record
 
 PAIR = "recall-dflash2"
@@ -111,3 +116,63 @@ def test_old_states_stay_readable_without_donation():
     positions = [int(state.slots.position[0]) for state in states]
     assert positions == sorted(positions) and len(set(positions)) > 3
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states[0].target_pages))
+
+
+def test_a_damaged_snapshot_is_refused_and_the_engine_is_left_as_it_was(tmp_path):
+    served, whole = midway(), tmp_path / "whole"
+    served.snapshot(whole)
+    host, state = served.host, served.state
+    for number, file in enumerate(sorted(file for file in whole.rglob("*") if file.is_file())):
+        content = file.read_bytes()
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :] if content else b"x"
+        for damaged in (content[:middle] or None, flipped, None):
+            place = tmp_path / f"damaged-{number}"
+            shutil.copytree(whole, place)
+            name = place / file.relative_to(whole)
+            name.unlink() if damaged is None else name.write_bytes(damaged)
+            with pytest.raises(CheckpointError) as refused:
+                Engine.restore(place, served)
+            assert "\n" not in str(refused.value) and len(str(refused.value)) < 600
+            assert served.host is host and served.state is state
+            shutil.rmtree(place)
+
+
+def test_a_state_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    # What orbax raises for arrays that TensorStore cannot read.
+    served = midway()
+    served.snapshot(tmp_path / "snapshot")
+
+    def restore(*_):
+        raise Exception("Encountered error while reading array index:\nof many lines")
+
+    monkeypatch.setattr(snapshots.ocp.StandardCheckpointer, "restore", restore)
+    with pytest.raises(CheckpointError, match=r"is damaged: Encountered error while reading array index:$"):
+        Engine.restore(tmp_path / "snapshot", served)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"version": 3, "models": [], "pool": {}}', "[" * 100_000, '{"version": 2}', "null", '"\\ud800"'],
+)
+def test_a_host_part_of_any_other_kind_is_refused(tmp_path, content):
+    served = midway()
+    served.snapshot(tmp_path / "snapshot")
+    host, files = tmp_path / "snapshot" / "host.json", tmp_path / "snapshot" / "files.json"
+    host.write_text(content)
+    files.write_text(json.dumps({**json.loads(files.read_text()), "host.json": digest(host)}))
+    with pytest.raises(CheckpointError, match="is not a snapshot of an engine"):
+        Engine.restore(tmp_path / "snapshot", served)
+
+
+def test_the_older_snapshot_stays_until_the_new_one_is_there(tmp_path, monkeypatch):
+    # An interruption between the two renames left only the older one, under its other name.
+    served = midway()
+    served.snapshot(tmp_path / "snapshot")
+    (tmp_path / "snapshot").rename(tmp_path / "snapshot.old")
+    removed = []
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **_: removed.append((path.name, (tmp_path / "snapshot").exists()))
+    )
+    served.snapshot(tmp_path / "snapshot")
+    assert ("snapshot.old", False) not in removed and ("snapshot.old", True) in removed

@@ -59,8 +59,10 @@ class Crashing(Engine):
         (OverflowError("x" * 5_000_000), "failed", "OverflowError: xxx"),
         (KeyboardInterrupt(), "stopped", "interrupted from the keyboard"),
         (SystemError(), "failed", "SystemError: "),
+        (type("PanicException", (BaseException,), {})("a panic in Rust"), "failed", "PanicException: a panic in Rust"),
+        (SystemExit("a library gave up"), "failed", "SystemExit: a library gave up"),
     ],
-    ids=["bug", "sentence", "endless", "keyboard", "silent"],
+    ids=["bug", "sentence", "endless", "keyboard", "silent", "panic", "exit"],
 )
 def test_a_job_that_crashes_says_so_in_its_summary(job, error, status, reason):
     with pytest.raises(type(error)):

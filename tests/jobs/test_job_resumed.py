@@ -124,9 +124,14 @@ def test_a_snapshot_made_under_other_settings_is_not_used(job):
     assert not snapshot(job).exists()
 
 
-def test_a_damaged_snapshot_is_not_used_and_the_job_runs(job, whole):
+@pytest.mark.parametrize("damaged", ["host.json", "state/manifest.ocdbt", "state/_METADATA"])
+@pytest.mark.parametrize("content", [None, b"", b"{}"])
+def test_a_damaged_snapshot_is_not_used_and_the_job_runs(job, whole, damaged, content):
     die(job, die_after_answers=1)
-    (snapshot(job) / "engine" / "host.json").unlink()
+    file = snapshot(job) / "engine" / damaged
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
     console = Watch()
     job.run(*AT_THE_END, console=console)
     assert "is not used: " in console.said and "is not a snapshot of an engine" in console.said

@@ -322,3 +322,18 @@ def test_half_a_surrogate_pair_is_refused():
         with pytest.raises(RequestError, match="half of a surrogate pair"):
             tokenizer().apply_chat([{"role": "user", "content": prompt}])
     assert json.loads('"\\ud83d\\ude00"') == "😀"
+
+
+def test_a_tokenizer_that_panics_is_about_its_prompt_alone(monkeypatch):
+    own = tokenizer()
+
+    def encode(text, **_):
+        if text == "stop":
+            raise KeyboardInterrupt
+        raise type("PanicException", (BaseException,), {})("index out of bounds: the len is 3\nbut the index is 4")
+
+    monkeypatch.setattr(own._backend, "encode", encode)
+    with pytest.raises(RequestError, match=r"cannot encode the prompt \(index out of bounds: the len is 3\)"):
+        own.encode("a")
+    with pytest.raises(KeyboardInterrupt):
+        own.encode("stop")
