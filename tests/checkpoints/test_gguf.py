@@ -236,7 +236,7 @@ def test_wrong_files_are_refused(models, tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(CheckpointError, match=r"'gemma3'.*llama, qwen3, qwen3moe"):
+    with pytest.raises(CheckpointError, match=r"'gemma3'.*llama, qwen3, qwen35, qwen35moe, qwen3moe, qwen3next"):
         load_target(gguf_file)
     (tmp_path / "d.gguf").write_bytes(b"no gguf at all")
     with pytest.raises(CheckpointError, match="cannot be read as GGUF"):
