@@ -373,7 +373,7 @@ def test_quantised_weights_load_as_bfloat16_too(models, tmp_path):
     directory = saved_even(models, tmp_path / "m")
     expected = quantise(directory, {"quant_method": "awq", "group_size": 8}, awq(8))
     found = load_target(directory, "bfloat16").params.layers[0].attention.q_proj.weight
-    np.testing.assert_array_equal(np.asarray(found).T, expected[f"{Q}.weight"].astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(np.asarray(found.out_in), expected[f"{Q}.weight"].astype(ml_dtypes.bfloat16))
 
 
 def test_plain_files_are_written_by_the_library_itself(tmp_path):

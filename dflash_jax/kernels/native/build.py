@@ -33,7 +33,7 @@ _TARGETS = {
     "dflash_delta_fold": "DflashDeltaFold",
     "dflash_write": "DflashWrite",
 }
-_PATIENCE = 120.0  # seconds for the compiler
+_PATIENCE = 600.0
 
 # XLA takes functions once, so that two threads must not both load them.
 _asking = threading.Lock()
