@@ -92,8 +92,8 @@ def describe(compiled, models, state) -> dict[str, int]:
     logits = re.findall(
         rf"= f32\[([\d,]*\b{models.target_config.vocab_size})\]\S* (?:fusion|custom-call|dot|copy)\(", always
     )
-    large = jax.tree.leaves((state.target_pages, state.draft_pages, state.recurrent, state.checkpoints))
-    pools = {",".join(map(str, leaf.shape)) for leaf in large}
+    held = jax.tree.leaves((state.target_pages, state.draft_pages, state.recurrent, state.checkpoints))
+    pools = {",".join(map(str, leaf.shape)) for leaf in held if leaf.size}
     copies = re.findall(r"\[([\d,]+)\][^=\n]* (?:copy|copy-start)\(", text)
     return {
         "kernels": launches.total(),
