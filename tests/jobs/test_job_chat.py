@@ -27,7 +27,7 @@ TEMPLATE = (
 USER = {"role": "user", "content": "hi"}
 
 
-def loaded(*_) -> Engine:
+def loaded(*_, **__) -> Engine:
     vocab = {chr(0x40 + token): token for token in range(64)}
     backend = Backend(tokenizer_models.BPE(vocab=vocab, merges=[]))
     backend.decoder = decoders.Fuse()

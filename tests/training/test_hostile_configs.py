@@ -188,10 +188,10 @@ def test_hostile_values_end_the_command_line_with_one_sentence(tmp_path, capsys,
     from dflash_jax.cli import main
 
     path = Path(tmp_path / "run.yaml")
-    path.write_text(yaml.safe_dump(changed(TRAIN, ("optimiser", "steps"), 10**400)))
+    path.write_text(yaml.safe_dump(changed(TRAIN, ("optimiser", "steps"), 10**40)))
     monkeypatch.setattr("sys.argv", ["dflash-jax", "train", str(path)])
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr().err
     assert ended.value.code == 2
-    assert "'optimiser.steps' is 1000" in said and str(path) in said and len(said) < 700
+    assert "'optimiser.steps' is <integer of 133 bits>" in said and str(path) in said and len(said) < 700
