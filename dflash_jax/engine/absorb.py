@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,15 +43,17 @@ def absorb(
     """
     news: Queue[Update] = Queue()
     if report.prefill is not None:
+        prefilled = _lists(report.prefill)
         for row, chunk in enumerate(plan.chunks):
             if chunk is not None:
-                host, update = _absorb_chunk(host, chunk, _Row(report.prefill, row), now, read)
+                host, update = _absorb_chunk(host, chunk, _Row(prefilled, row), now, read)
                 news = join_updates(news, update)
     if report.decode is not None:
+        decoded = _lists(report.decode)
         for done in range(plan.rounds):
             for row, decode in enumerate(plan.decodes):
                 if decode is not None and decode.id in host.running:
-                    host, update = _absorb_round(host, decode.id, _Row(report.decode, (done, row)), now, read)
+                    host, update = _absorb_round(host, decode.id, _Row(decoded, done, row), now, read)
                     news = join_updates(news, update)
     return publish_pages(host), tuple(news)
 
@@ -59,13 +61,28 @@ def absorb(
 class _Row:
     """One row of a report."""
 
-    def __init__(self, report: Report, at: int | tuple[int, int]):
-        self.violation = Violation(int(report.violation[at]))
-        self.position = int(report.position[at])
-        self.tokens = tuple(np.asarray(report.tokens)[at][: int(report.produced[at])].tolist())
-        self.block = tuple(np.asarray(report.drafts)[at][: int(report.num_drafts[at])].tolist())
-        self.finished, self.stopped = bool(report.finished[at]), bool(report.stopped[at])
-        self.damaged_draft = bool(report.damaged_draft[at])
+    def __init__(self, report: _Lists, *at: int):
+        def here(name: str) -> Any:
+            value = report[name]
+            for index in at:
+                value = value[index]
+            return value
+
+        self.violation = Violation(here("violation"))
+        self.position: int = here("position")
+        self.tokens: tuple[int, ...] = tuple(here("tokens")[: here("produced")])
+        self.block: tuple[int, ...] = tuple(here("drafts")[: here("num_drafts")])
+        self.finished: bool = here("finished")
+        self.stopped: bool = here("stopped")
+        self.damaged_draft: bool = here("damaged_draft")
+
+
+_Lists = dict[str, Any]
+"""A report's arrays as nested lists: taking single values out of arrays costs more than all else on the host."""
+
+
+def _lists(report: Report) -> _Lists:
+    return {field.name: np.asarray(getattr(report, field.name)).tolist() for field in dataclasses.fields(report)}
 
 
 def _absorb_chunk(
