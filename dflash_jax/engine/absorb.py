@@ -9,7 +9,7 @@ import numpy as np
 
 from dflash_jax.engine.checkpoints import Checkpoint, give_back, keep
 from dflash_jax.engine.containers import Queue
-from dflash_jax.engine.host import HostState, remove, speculates
+from dflash_jax.engine.host import HostState, remove, shares_pages, speculates
 from dflash_jax.engine.invariants import MEANING, Violation
 from dflash_jax.engine.output import FinishReason, Update, completion_of, join_updates
 from dflash_jax.engine.pages import publish
@@ -190,8 +190,7 @@ def publish_pages(host: HostState) -> HostState:
     size = host.pool.page_size
     for sequence in host.running:
         full = sequence.position // size
-        # Pages of a request that does not draft lack the draft's half, so they must not be shared.
-        if full > sequence.published and (host.policy.k == 0 or sequence.fallback is None):
+        if full > sequence.published and shares_pages(host.policy, sequence):
             sequence = sequence.hashed(full, size)
             new = slice(sequence.published, full)
             pool = publish(host.pool, sequence.pages[new], sequence.hashes[new])

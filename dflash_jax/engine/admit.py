@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from dflash_jax.engine.checkpoints import deepest, touch
-from dflash_jax.engine.host import HostState
+from dflash_jax.engine.host import HostState, shares_pages
 from dflash_jax.engine.pages import allocate, lookup, pages_for, share
 from dflash_jax.engine.sequence import Sequence
 
@@ -88,8 +88,7 @@ def _saves(host: HostState, sequence: Sequence, shared: int, known: int, full: i
     The end of the last full page of the prompt, for whoever asks the same again or goes on from here, and the end of
     the pages that were known: there this prompt departs from another, and more may do so.
     """
-    useful = host.policy.prefix_cache and (host.policy.k == 0 or sequence.fallback is None)
-    if host.checkpoints is None or not useful:
+    if host.checkpoints is None or not shares_pages(host.policy, sequence):
         return ()
     return tuple(sorted({pages for pages in (known, full) if pages > shared}))
 

@@ -154,7 +154,5 @@ class Queue(Generic[T]):
             return len(self) == len(other) and list(self.items()) == list(other.items())
         return NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __repr__(self) -> str:
         return f"Queue(<{len(self)} values>)"

@@ -9,6 +9,7 @@ import jax
 
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.init import empty_device
+from dflash_jax.engine.memory import bytes_of
 from dflash_jax.engine.state import Models
 from dflash_jax.errors import ConfigError
 
@@ -37,8 +38,7 @@ def check_memory(models: Models, config: EngineConfig) -> None:
 
 def state_bytes(models: Models, config: EngineConfig) -> int:
     """Bytes of an engine's slots and pages, from their shapes alone."""
-    state = jax.eval_shape(lambda: empty_device(models, config))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return bytes_of(lambda: empty_device(models, config))
 
 
 def device_bytes() -> int | None:

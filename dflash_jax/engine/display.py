@@ -60,7 +60,7 @@ def models_text(models: Models) -> str:
     text = f"{target.family} target of {target.num_layers} layers"
     if draft is None:
         return text + ", no draft"
-    return text + f", DFlash{' 2' if draft.version == 2 else ''} draft of {draft.num_layers} layers"
+    return text + f", {draft.title} draft of {draft.num_layers} layers"
 
 
 def completion_text(completion: Completion) -> str:

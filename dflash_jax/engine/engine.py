@@ -152,8 +152,9 @@ class Engine:
                 tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
                 models = models.replace(shortlist=make_shortlist(target.params, tokens))
             k, max_context = setup.draft.k, setup.draft.max_context
-        check_memory(models, divide(setup.engine, models.target_config, models.draft_config))
-        engine = cls(models, setup.engine, tokenizer=tokenizer, k=k, max_context=max_context, clock=clock)
+        sizes = divide(setup.engine, models.target_config, models.draft_config)
+        check_memory(models, sizes)
+        engine = cls(models, sizes, tokenizer=tokenizer, k=k, max_context=max_context, clock=clock)
         engine.setup = setup
         return engine
 
@@ -492,15 +493,17 @@ class Engine:
 
     def _rebuilt(self, host: HostState) -> HostState:
         """Another engine's requests in this one, waiting to have their contexts computed again."""
-        policy = dataclasses.replace(self.host.policy, max_slots=host.policy.max_slots)
-        host = restart(host)
-        pool = dataclasses.replace(self.host.pool, hits=host.pool.hits, misses=host.pool.misses)
+        own = self.host
+        policy = dataclasses.replace(own.policy, max_slots=host.policy.max_slots)
+        # As large as this engine's device state, whatever the other's was.
+        pool = dataclasses.replace(host.pool, num_pages=own.pool.num_pages, page_size=own.pool.page_size)
+        host = restart(dataclasses.replace(host, pool=pool, checkpoints=own.checkpoints))
         # Whether a request is drafted for is another matter with another draft, or the first.
         waiting = Queue(
             (name, dataclasses.replace(sequence, fallback=fallback_of(policy, sequence.request)))
             for name, sequence in host.waiting.items()
         )
-        return dataclasses.replace(host, policy=policy, models=self.host.models, pool=pool, waiting=waiting)
+        return dataclasses.replace(host, policy=policy, models=own.models, waiting=waiting)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is used by others, and has a lock of its own.

@@ -129,6 +129,11 @@ def speculates(policy: Policy, sequence: Sequence) -> bool:
     return policy.k > 0 and sequence.fallback is None
 
 
+def shares_pages(policy: Policy, sequence: Sequence) -> bool:
+    """Whether others may be handed a request's pages: those of one that does not draft lack the draft's half."""
+    return policy.prefix_cache and (policy.k == 0 or sequence.fallback is None)
+
+
 def name_request(host: HostState) -> tuple[HostState, str]:
     """A request id that nobody has, and the state in which it is taken."""
     number = host.next_id

@@ -61,11 +61,8 @@ def identify(models: Models) -> ModelsIdentity:
 
 
 def _identify(params: PyTree, config: TargetConfig | DraftConfig) -> ModelIdentity:
-    if isinstance(config, TargetConfig):
-        kind = f"a {config.family} target"
-    else:
-        kind = f"a DFlash{' 2' if config.version == 2 else ''} draft"
-    name = f"{kind} of {config.num_layers} layers and hidden size {config.hidden_size}"
+    kind = f"{config.family} target" if isinstance(config, TargetConfig) else f"{config.title} draft"
+    name = f"a {kind} of {config.num_layers} layers and hidden size {config.hidden_size}"
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_matrix)
     sums = [(jax.tree_util.keystr(path), leaf.dtype.name, _checksum(leaf)) for path, leaf in leaves]
     digest = hashlib.sha256(repr(config).encode())

@@ -7,6 +7,7 @@ leave one empty while the other is full, so `engine.memory` is one budget for bo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ class Sizes:
 def sizes_of(engine: EngineConfig, *configs: TransformerConfig) -> Sizes:
     """The sizes for a model, or for a target and its draft."""
     dtype = jnp.dtype(engine.dtype)
-    page = sum(_bytes(lambda of=of: init_pages(of, 1, engine.page_size, dtype)) for of in configs)
+    page = sum(bytes_of(lambda of=of: init_pages(of, 1, engine.page_size, dtype)) for of in configs)
     target = configs[0]
 
     def slots() -> Any:
@@ -53,8 +54,8 @@ def sizes_of(engine: EngineConfig, *configs: TransformerConfig) -> Sizes:
         )
         return state.slots, state.recurrent
 
-    checkpoint = _bytes(lambda: init_recurrent(_as_target(target), 1, dtype))
-    return Sizes(page, _bytes(slots), checkpoint + 4 if checkpoint else 0)
+    checkpoint = bytes_of(lambda: init_recurrent(_as_target(target), 1, dtype))
+    return Sizes(page, bytes_of(slots), checkpoint + 4 if checkpoint else 0)
 
 
 def divide(engine: EngineConfig, target: TargetConfig, draft: DraftConfig | None) -> EngineConfig:
@@ -94,5 +95,6 @@ def _as_target(config: TransformerConfig) -> TargetConfig:
     return config if isinstance(config, TargetConfig) else TargetConfig(**shared)
 
 
-def _bytes(make: Any) -> int:
+def bytes_of(make: Callable[..., Any]) -> int:
+    """Bytes of the arrays that a function makes, from their shapes alone."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(make)))

@@ -143,7 +143,7 @@ def describe(engine: Engine) -> str:
     size = sum({id(leaf): leaf.size for leaf in jax.tree.leaves(models.target)}.values())
     how = "decoding plainly"
     if models.draft_config is not None:
-        how = f"drafting {engine.k} tokens a round with DFlash{' 2' if models.draft_config.version == 2 else ''}"
+        how = f"drafting {engine.k} tokens a round with {models.draft_config.title}"
     return (
         f"{models.target_config.family} target of {size / 1e6:,.1f} M parameters in {config.dtype} on "
         f"{jax.devices()[0].device_kind}, {how}; {config.max_slots} slots of {config.max_model_len} tokens"

@@ -261,6 +261,11 @@ class DraftConfig(TransformerConfig):
         return 1 if self.selector is None else self.selector.top_k
 
     @property
+    def title(self) -> str:
+        """What its authors call it."""
+        return "DFlash 2" if self.version == 2 else "DFlash"
+
+    @property
     def version(self) -> int:
         """1 for DFlash, 2 for DFlash 2."""
         return 1 if self.selector is None else 2

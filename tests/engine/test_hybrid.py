@@ -17,7 +17,7 @@ from dflash_jax.engine.host import preempt
 from dflash_jax.engine.plan import make_plan
 from tests.engine.poison import poison, poison_slots
 from tests.engine.test_snapshots import finish
-from tests.pairs import HYBRID, SAMPLING, alone, assert_is_golden, cases, engine, models, prompts, record
+from tests.pairs import GOLDEN, HYBRID, SAMPLING, alone, assert_is_golden, cases, engine, models, prompts, record
 
 LONG = tuple(prompts(HYBRID)[5])
 
@@ -165,6 +165,16 @@ def test_a_fork_without_a_draft_rebuilds_the_states():
     for _ in range(7):
         served.step()
     assert list(finish(served.fork(draft=None))["4"].token_ids) == cases(HYBRID)[4]["greedy_tokens"]
+
+
+def test_a_snapshot_rebuilt_in_an_engine_with_fewer_checkpoints_counts_those_there_are(tmp_path):
+    served = engine(HYBRID, checkpoints=5)
+    served.add_request(LONG, SAMPLING, request_id="5")
+    served.step()
+    served.snapshot(tmp_path / "snapshot")
+    restored = Engine.restore(tmp_path / "snapshot", engine(HYBRID, checkpoints=2), draft=GOLDEN / HYBRID)
+    assert restored.host.checkpoints.capacity == restored.state.checkpoints.lengths.shape[0] == 2
+    assert_is_golden(run(restored)["5"], cases(HYBRID)[5])
 
 
 def test_thirty_two_at_once_with_k_8_are_as_alone():

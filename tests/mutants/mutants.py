@@ -214,7 +214,7 @@ _OF_GOLDEN_PAIRS = (
     ),
     Mutant(
         "share pages that lack the draft's half",
-        (("engine/absorb.py", " and (host.policy.k == 0 or sequence.fallback is None):", ":"),),
+        (("engine/absorb.py", " and shares_pages(host.policy, sequence):", ":"),),
         _SITUATIONS + "test_pages_without_a_drafts_half_are_never_shared",
         _BLOCKS,
     ),
