@@ -51,7 +51,7 @@ def _read(settings: type[_Settings], kind: Kind, config: str, set_: list[str] | 
     return parse(settings, values, source)
 
 
-def _given(**options: object) -> dict[str, object]:
+def _given(**options: object) -> dict[str, Any]:
     """The options that were given; the others keep the defaults of what they are for."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -176,7 +176,7 @@ def ladder(
             write_sweep(out, so_far)
             bar.at(len(so_far["rungs"]))
 
-        found = run_sweep(settings, rungs, Load(**given), note=bar.note, on_rung=keep)  # type: ignore[arg-type]
+        found = run_sweep(settings, rungs, Load(**given), note=bar.note, on_rung=keep)
     figures, plot = write_sweep(out, found)
     Console(highlight=False).print(sweep_table(found))
     print(f"prompts: {found['prompts']['source']}\nfigures: {figures}\nplot: {plot}")

@@ -55,19 +55,20 @@ def check_tensors(config: Config, leaves: Iterable[Leaf], tensors: Mapping[str, 
     """Raises CheckpointError unless the tensors are exactly those of the table, with its shapes."""
     # Filled as tensors are found, so that a config which asks for millions costs no more than the file has.
     expected: set[str] = set()
-    for leaf, name in ((leaf, name) for leaf in leaves for name in leaf.names):  # noqa: B020
-        expected.add(name)
-        if name not in tensors:
-            raise CheckpointError(
-                f"tensor {quote(name)} of shape {list(leaf.shape)} "
-                f"is missing from {source}, though its config asks for it"
-            )
-        found = tensors[name]
-        if found.shape != leaf.shape:
-            raise CheckpointError(
-                f"tensor {quote(found.name)} in {found.file} has shape {list(found.shape)}, "
-                f"but the model's config makes it {list(leaf.shape)}"
-            )
+    for leaf in leaves:
+        for name in leaf.names:
+            expected.add(name)
+            if name not in tensors:
+                raise CheckpointError(
+                    f"tensor {quote(name)} of shape {list(leaf.shape)} "
+                    f"is missing from {source}, though its config asks for it"
+                )
+            found = tensors[name]
+            if found.shape != leaf.shape:
+                raise CheckpointError(
+                    f"tensor {quote(found.name)} in {found.file} has shape {list(found.shape)}, "
+                    f"but the model's config makes it {list(leaf.shape)}"
+                )
     for name, found in tensors.items():
         if name not in expected and not _is_harmless(config, name):
             raise CheckpointError(

@@ -20,6 +20,7 @@ class Qwen35MoeFields(hybrid.HybridFields, hybrid.MoeFields):
     num_key_value_heads: Heads | None = 2
     num_experts_per_tok: hybrid.Experts = 8
     num_experts: hybrid.Experts = 256
+    # Every MLP is a mixture of experts, so configs leave it out.
     intermediate_size: Width | None = None  # type: ignore[assignment]
 
 
