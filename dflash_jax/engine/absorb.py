@@ -17,6 +17,7 @@ from dflash_jax.engine.plan import Chunk, Plan
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.steps import Report
+from dflash_jax.engine.width import learn
 from dflash_jax.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def absorb(
                 if decode is not None and decode.id in host.running:
                     host, update = _absorb_round(host, decode.id, _Row(decoded, done, row), now, read)
                     news = join_updates(news, update)
+        if host.experience is not None:
+            seen = learn(
+                host.experience, report.decode, tokens=plan.tokens, context=plan.context, seconds=report.seconds
+            )
+            host = dataclasses.replace(host, experience=seen)
     return publish_pages(host), tuple(news)
 
 
@@ -72,6 +78,7 @@ class _Row:
         self.position: int = here("position")
         self.tokens: tuple[int, ...] = tuple(here("tokens")[: here("produced")])
         self.block: tuple[int, ...] = tuple(here("drafts")[: here("num_drafts")])
+        self.verified: int = here("num_verified")
         self.finished: bool = here("finished")
         self.stopped: bool = here("stopped")
         self.damaged_draft: bool = here("damaged_draft")
@@ -121,15 +128,15 @@ def _absorb_round(
     if not row.tokens:
         # Another row ended the step's rounds before this one.
         return host, ()
+    limit, before = host.policy.draft_limit, sequence.position
     sequence = dataclasses.replace(
         sequence,
-        position=sequence.position + len(row.tokens),
+        position=before + len(row.tokens),
         damaged_drafts=sequence.damaged_drafts + row.damaged_draft,
     )
     counters = host.counters.plus(damaged_drafts=int(row.damaged_draft))
-    if speculates(host.policy, sequence) and not row.block:
-        limit = host.policy.draft_limit
-        reason = f"its context of {sequence.position} tokens is past draft.max_context {limit}"
+    if speculates(host.policy, sequence) and before > limit:
+        reason = f"its context of {before} tokens is past draft.max_context {limit}"
         sequence = dataclasses.replace(sequence, fallback=reason)
         counters = counters.plus(fallbacks=1)
     host = dataclasses.replace(host, counters=counters)
@@ -151,6 +158,7 @@ def _produce(
             sequence,
             produced_per_round=sequence.produced_per_round.extend([len(taken)]),
             drafted_blocks=sequence.drafted_blocks.extend([row.block]),
+            verified_per_round=sequence.verified_per_round.extend([row.verified]),
         )
     sequence = dataclasses.replace(
         sequence,

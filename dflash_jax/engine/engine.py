@@ -21,12 +21,12 @@ from dflash_jax.engine import display
 from dflash_jax.engine import snapshot as snapshots
 from dflash_jax.engine.absorb import end
 from dflash_jax.engine.admission import make_request
-from dflash_jax.engine.config import EngineConfig, EngineSetup
+from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
 from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.device_memory import check_memory
 from dflash_jax.engine.host import NO_LIMIT, HostState, add, fallback_of, name_request, remove, restart, shift_times
-from dflash_jax.engine.init import empty_device, init_host, make_policy
+from dflash_jax.engine.init import empty_device, first_experience, init_host, make_policy
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.output import Completion, Update, join_updates
 from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
@@ -75,6 +75,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         k: int | None = None,
+        width: VerifyWidth | None = None,
         max_context: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         implementation: Implementation | None = None,
@@ -86,6 +87,7 @@ class Engine:
           config: sizes and options.
           tokenizer: for text prompts and text output.
           k: tokens to draft in each round; the trained block_size - 1 by default.
+          width: how many of them each round verifies; all by default, "auto" for as many as pay.
           max_context: requests whose context grows past this many tokens continue without drafting.
           clock: seconds, for the metrics.
           implementation: of the kernels; see `kernels.dispatch`.
@@ -99,7 +101,8 @@ class Engine:
         self.tokenizer = tokenizer
         self._clock = clock
         self._run = Runner(prepare(models, implementation), donate=self.config.donate, implementation=implementation)
-        policy = make_policy(self.models, self.config, k, NO_LIMIT if max_context is None else max_context)
+        limit = NO_LIMIT if max_context is None else max_context
+        policy = make_policy(self.models, self.config, k, width, limit)
         self.host = init_host(self.config, policy, self._run.identity, models.target_config)
         self.state: EngineState = empty_device(self.models, self.config)
         self._read: Reader = NO_TEXT if tokenizer is None else TextReader(tokenizer)
@@ -143,7 +146,7 @@ class Engine:
         target = load_target(**setup.target.arguments(), dtype=setup.engine.dtype)
         tokenizer = setup.target.configure_tokenizer(target.tokenizer)
         models = Models(target.params, target.config)
-        k = max_context = None
+        k = width = max_context = None
         if setup.draft is not None:
             mask = setup.draft.mask_token_id
             draft = load_draft(**setup.draft.arguments(), dtype=setup.engine.dtype, mask_token_id=mask)
@@ -151,10 +154,10 @@ class Engine:
             if setup.draft.shortlist is not None:
                 tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
                 models = models.replace(shortlist=make_shortlist(target.params, tokens))
-            k, max_context = setup.draft.k, setup.draft.max_context
+            k, width, max_context = setup.draft.k, setup.draft.width, setup.draft.max_context
         sizes = divide(setup.engine, models.target_config, models.draft_config)
         check_memory(models, sizes)
-        engine = cls(models, sizes, tokenizer=tokenizer, k=k, max_context=max_context, clock=clock)
+        engine = cls(models, sizes, tokenizer=tokenizer, k=k, width=width, max_context=max_context, clock=clock)
         engine.setup = setup
         return engine
 
@@ -452,9 +455,10 @@ class Engine:
             twin = self._copy()
             twin.state = jax.tree.map(jnp.copy, self.state) if self.config.donate else self.state
         if k is not None:
-            policy = make_policy(self.models, self.config, k, twin.host.policy.draft_limit)
+            policy = twin.host.policy
+            policy = make_policy(self.models, self.config, k, policy.width, policy.draft_limit)
             policy = dataclasses.replace(policy, max_slots=twin.host.policy.max_slots)
-            twin.host = dataclasses.replace(twin.host, policy=policy)
+            twin.host = dataclasses.replace(twin.host, policy=policy, experience=first_experience(policy))
             if twin.setup is not None and twin.setup.draft is not None:
                 # A snapshot of it is to be gone on from with as many.
                 draft_setup = twin.setup.draft.model_copy(update={"k": k})
@@ -477,7 +481,7 @@ class Engine:
             models = models.replace(draft=draft.params, draft_config=draft.config, shortlist=None)
         run = self._run
         twin._run = Runner(prepare(models, run.implementation), donate=run.donate, implementation=run.implementation)
-        policy = make_policy(models, self.config, k, self.host.policy.draft_limit)
+        policy = make_policy(models, self.config, k, self.host.policy.width, self.host.policy.draft_limit)
         twin.host = init_host(self.config, policy, twin._run.identity, models.target_config)
         twin.state = empty_device(models, self.config)
         # The setup names the draft that was replaced.
@@ -503,7 +507,7 @@ class Engine:
             (name, dataclasses.replace(sequence, fallback=fallback_of(policy, sequence.request)))
             for name, sequence in host.waiting.items()
         )
-        return dataclasses.replace(host, policy=policy, models=own.models, waiting=waiting)
+        return dataclasses.replace(host, policy=policy, models=own.models, waiting=waiting, experience=own.experience)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is used by others, and has a lock of its own.
