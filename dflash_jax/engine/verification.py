@@ -16,7 +16,7 @@ from dflash_jax.sampling import Sampler, Verdict, verify, verify_greedy
 
 def verify_hidden(
     models: Models,
-    hidden: Float[Array, "rows block hidden"],
+    hidden: Float[Array, "*tokens hidden"],
     proposal: Proposal,
     num_drafts: Int[Array, " rows"],
     sampler: Sampler,

@@ -94,7 +94,7 @@ def commit(
 
 
 def gated_delta_layer(
-    x: Float[Array, "rows tokens hidden"],
+    x: Float[Array, "batch tokens hidden"],
     weights: GatedDeltaWeights,
     config: TransformerConfig,
     recurrent: Recurrent,
@@ -105,7 +105,7 @@ def gated_delta_layer(
     prefill: bool,
     packing: Packing | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "rows tokens hidden"], Ingredients | RowStates]:
+) -> tuple[Float[Array, "batch tokens hidden"], Ingredients | RowStates]:
     """What a Gated DeltaNet layer adds to the residual stream, and what its tokens change.
 
     Args:
