@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from dflash_jax.engine.absorb import absorb
 from dflash_jax.engine.host import HostState
@@ -14,6 +15,7 @@ from dflash_jax.engine.identity import ModelsIdentity, identify
 from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs, decode_inputs, prefill_inputs
 from dflash_jax.engine.output import Update
 from dflash_jax.engine.plan import Plan, make_plan
+from dflash_jax.engine.readback import as_array, report_of
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
 from dflash_jax.engine.state import EngineState, Models, mark_donated
@@ -107,7 +109,8 @@ class Runner:
             )
         if self.donate and device is not before:
             mark_donated(before)
-        return device, StepReport(*jax.device_get((prefilled, decoded)))
+        reports = (None if numbers is None else report_of(np.asarray(numbers)) for numbers in (prefilled, decoded))
+        return device, StepReport(*reports)
 
 
 def place_rounds(device: EngineState, plan: Plan) -> EngineState:
@@ -126,12 +129,13 @@ def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, im
         inputs.known_next,
         implementation=implementation,
     )
-    return save_checkpoints(state, inputs.saves), report
+    return save_checkpoints(state, inputs.saves), as_array(report)
 
 
 def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, *, drafts, rounds, implementation):
     state = give_pages(state, inputs)
-    return run_rounds(models, state, drafts=drafts, rounds=rounds, implementation=implementation)
+    state, report = run_rounds(models, state, drafts=drafts, rounds=rounds, implementation=implementation)
+    return state, as_array(report)
 
 
 @functools.cache
