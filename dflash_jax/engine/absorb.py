@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from types import EllipsisType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from dflash_jax.engine.checkpoints import Checkpoint, give_back, keep
-from dflash_jax.engine.containers import Queue
-from dflash_jax.engine.host import HostState, remove, shares_pages, speculates
+from dflash_jax.engine.host import HostState, Policy, remove, shares_pages, speculates
 from dflash_jax.engine.invariants import MEANING, Violation
-from dflash_jax.engine.output import FinishReason, Update, completion_of, join_updates
+from dflash_jax.engine.output import FinishReason, Update, completion_of
 from dflash_jax.engine.pages import publish
 from dflash_jax.engine.plan import Chunk, Plan
 from dflash_jax.engine.reader import NO_TEXT, Reader
@@ -42,68 +43,88 @@ def absorb(
     Raises:
       InvariantError: the engine is strict and a request broke an invariant.
     """
-    news: Queue[Update] = Queue()
+    policy, changes = host.policy, []
     if report.prefill is not None:
-        prefilled = _lists(report.prefill)
-        for row, chunk in enumerate(plan.chunks):
+        for chunk, row in zip(plan.chunks, _rows(report.prefill), strict=True):
             if chunk is not None:
-                host, update = _absorb_chunk(host, chunk, _Row(prefilled, row), now, read)
-                news = join_updates(news, update)
+                sequence = _running(host, chunk.id)
+                host = _absorb_checkpoint(host, sequence, chunk, good=not row.violation)
+                changes.append(_Change(sequence, *_absorb_chunk(policy, sequence, chunk, row, now, read)))
     if report.decode is not None:
-        decoded = _lists(report.decode)
-        for done in range(plan.rounds):
-            for row, decode in enumerate(plan.decodes):
-                if decode is not None and decode.id in host.running:
-                    host, update = _absorb_round(host, decode.id, _Row(decoded, done, row), now, read)
-                    news = join_updates(news, update)
-        if host.experience is not None:
-            seen = learn(
-                host.experience, report.decode, tokens=plan.tokens, context=plan.context, seconds=report.seconds
-            )
-            host = dataclasses.replace(host, experience=seen)
-    return publish_pages(host), tuple(news)
+        rounds = [_rows(report.decode, done) for done in range(plan.rounds)]
+        for decode, *rows in zip(plan.decodes, *rounds, strict=True):
+            if decode is not None:
+                sequence = _running(host, decode.id)
+                changes.append(_Change(sequence, *_absorb_rounds(policy, sequence, rows, now, read)))
+        host = _learn(host, plan, report.decode, report.seconds)
+    host = publish_pages(_apply(host, changes))
+    return host, tuple(change.update for change in changes if change.update is not None)
 
 
-class _Row:
-    """One row of a report."""
+class _Row(NamedTuple):
+    """One row of a `Report`, in Python's numbers."""
 
-    def __init__(self, report: _Lists, *at: int):
-        def here(name: str) -> Any:
-            value = report[name]
-            for index in at:
-                value = value[index]
-            return value
+    tokens: list[int]
+    produced: int
+    drafts: list[int]
+    num_drafts: int
+    num_verified: int
+    damaged_draft: bool
+    position: int
+    finished: bool
+    stopped: bool
+    violation: int
 
-        self.violation = Violation(here("violation"))
-        self.position: int = here("position")
-        self.tokens: tuple[int, ...] = tuple(here("tokens")[: here("produced")])
-        self.block: tuple[int, ...] = tuple(here("drafts")[: here("num_drafts")])
-        self.verified: int = here("num_verified")
-        self.finished: bool = here("finished")
-        self.stopped: bool = here("stopped")
-        self.damaged_draft: bool = here("damaged_draft")
+    @property
+    def committed(self) -> tuple[int, ...]:
+        return tuple(self.tokens[: self.produced])
 
-
-_Lists = dict[str, Any]
-"""A report's arrays as nested lists: taking single values out of arrays costs more than all else on the host."""
-
-
-def _lists(report: Report) -> _Lists:
-    return {field.name: np.asarray(getattr(report, field.name)).tolist() for field in dataclasses.fields(report)}
+    @property
+    def block(self) -> tuple[int, ...]:
+        return tuple(self.drafts[: self.num_drafts])
 
 
-def _absorb_chunk(
-    host: HostState, chunk: Chunk, row: _Row, now: float, read: Reader
-) -> tuple[HostState, tuple[Update, ...]]:
-    sequence = host.running.get(chunk.id)
-    assert sequence is not None, f"request {chunk.id!r} of the plan does not run"
-    host = _absorb_checkpoint(host, sequence, chunk, good=not row.violation)
-    if row.violation:
-        return _fail(host, sequence, row.violation, read)
-    sequence = dataclasses.replace(sequence, position=sequence.position + len(chunk.tokens))
-    if row.position != sequence.position:
-        return _fail(host, sequence, Violation.position_monotone, read)
-    return _produce(host, sequence, row, now, read, in_round=False)
+def _rows(report: Report, at: int | EllipsisType = ...) -> list[_Row]:
+    """The rows of a report, or of one of the rounds stacked in it.
+
+    Arrays become lists as a whole: taking single values out of them costs more than all else on the host.
+    """
+    columns = [np.asarray(getattr(report, name))[at].tolist() for name in _Row._fields]
+    return [*map(_Row._make, zip(*columns, strict=True))]
+
+
+class _Change(NamedTuple):
+    """A request before and after a step, and what the step brought it."""
+
+    before: Sequence
+    after: Sequence
+    update: Update | None
+
+    @property
+    def ended(self) -> bool:
+        return self.update is not None and self.update.completion is not None
+
+
+def _running(host: HostState, request_id: str) -> Sequence:
+    sequence = host.running.get(request_id)
+    assert sequence is not None, f"request {request_id!r} of the plan does not run"
+    return sequence
+
+
+def _apply(host: HostState, changes: Iterable[_Change]) -> HostState:
+    """The state after the changes, without the requests that ended."""
+    host = dataclasses.replace(
+        host,
+        running=host.running.replace_all((change.after.id, change.after) for change in changes),
+        counters=host.counters.plus(
+            damaged_drafts=sum(change.after.damaged_drafts - change.before.damaged_drafts for change in changes),
+            fallbacks=sum(change.after.fallback is not change.before.fallback for change in changes),
+        ),
+    )
+    for change in changes:
+        if change.ended:
+            host = remove(host, change.after.id)
+    return host
 
 
 def _absorb_checkpoint(host: HostState, sequence: Sequence, chunk: Chunk, *, good: bool) -> HostState:
@@ -118,71 +139,87 @@ def _absorb_checkpoint(host: HostState, sequence: Sequence, chunk: Chunk, *, goo
     return dataclasses.replace(host, checkpoints=keep(host.checkpoints, key, Checkpoint(chunk.save, tokens)))
 
 
-def _absorb_round(
-    host: HostState, request_id: str, row: _Row, now: float, read: Reader
-) -> tuple[HostState, tuple[Update, ...]]:
-    sequence = host.running.get(request_id)
-    assert sequence is not None, f"request {request_id!r} of the plan does not run"
-    if row.violation:
-        return _fail(host, sequence, row.violation, read)
-    if not row.tokens:
-        # Another row ended the step's rounds before this one.
-        return host, ()
-    limit, before = host.policy.draft_limit, sequence.position
+def _absorb_chunk(
+    policy: Policy, sequence: Sequence, chunk: Chunk, row: _Row, now: float, read: Reader
+) -> tuple[Sequence, Update | None]:
+    position = sequence.position + len(chunk.tokens)
+    if row.violation or row.position != position:
+        return _fail(policy, sequence, Violation(row.violation or Violation.position_monotone), read)
+    if not row.produced:
+        return dataclasses.replace(sequence, position=position), None
+    taken, text, at_stop_string = read(sequence, row.committed)
     sequence = dataclasses.replace(
         sequence,
-        position=before + len(row.tokens),
-        damaged_drafts=sequence.damaged_drafts + row.damaged_draft,
-    )
-    counters = host.counters.plus(damaged_drafts=int(row.damaged_draft))
-    if speculates(host.policy, sequence) and before > limit:
-        reason = f"its context of {before} tokens is past draft.max_context {limit}"
-        sequence = dataclasses.replace(sequence, fallback=reason)
-        counters = counters.plus(fallbacks=1)
-    host = dataclasses.replace(host, counters=counters)
-    if row.position != sequence.position:
-        return _fail(host, sequence, Violation.position_monotone, read)
-    return _produce(host, sequence, row, now, read, in_round=True)
-
-
-def _produce(
-    host: HostState, sequence: Sequence, row: _Row, now: float, read: Reader, *, in_round: bool
-) -> tuple[HostState, tuple[Update, ...]]:
-    """Adds a row's tokens to a request's output, up to a stop string, and ends the request if it is done."""
-    if not row.tokens:
-        return dataclasses.replace(host, running=host.running.replace(sequence.id, sequence)), ()
-    taken, text, at_stop_string = read(sequence, row.tokens)
-    if in_round:
-        # Tokens behind a stop string were accepted, but are not output and do not count.
-        sequence = dataclasses.replace(
-            sequence,
-            produced_per_round=sequence.produced_per_round.extend([len(taken)]),
-            drafted_blocks=sequence.drafted_blocks.extend([row.block]),
-            verified_per_round=sequence.verified_per_round.extend([row.verified]),
-        )
-    sequence = dataclasses.replace(
-        sequence,
+        position=position,
         output=sequence.output.extend(taken),
         first_token=now if sequence.first_token is None else sequence.first_token,
         last_token=now,
     )
-    host = dataclasses.replace(host, running=host.running.replace(sequence.id, sequence))
+    return sequence, _update(sequence, row, taken, text, at_stop_string, read)
+
+
+def _absorb_rounds(
+    policy: Policy, sequence: Sequence, rows: Iterable[_Row], now: float, read: Reader
+) -> tuple[Sequence, Update | None]:
+    update: Update | None = None
+    for row in rows:
+        sequence, news = _absorb_round(policy, sequence, row, now, read)
+        if news is not None:
+            update = news if update is None else update.then(news)
+            if news.completion is not None:
+                break
+    return sequence, update
+
+
+def _absorb_round(
+    policy: Policy, sequence: Sequence, row: _Row, now: float, read: Reader
+) -> tuple[Sequence, Update | None]:
+    if row.violation:
+        return _fail(policy, sequence, Violation(row.violation), read)
+    if not row.produced:
+        # Another row ended the step's rounds before this one.
+        return sequence, None
+    position, block, fallback = sequence.position + row.produced, row.block, sequence.fallback
+    if row.position != position:
+        return _fail(policy, sequence, Violation.position_monotone, read)
+    if speculates(policy, sequence) and sequence.position > policy.draft_limit:
+        fallback = f"its context of {sequence.position} tokens is past draft.max_context {policy.draft_limit}"
+    # Tokens behind a stop string were accepted, but are not output and do not count.
+    taken, text, at_stop_string = read(sequence, row.committed)
+    sequence = dataclasses.replace(
+        sequence,
+        position=position,
+        output=sequence.output.extend(taken),
+        produced_per_round=sequence.produced_per_round.extend((len(taken),)),
+        drafted_blocks=sequence.drafted_blocks.extend((block,)),
+        verified_per_round=sequence.verified_per_round.extend((row.num_verified,)),
+        damaged_drafts=sequence.damaged_drafts + row.damaged_draft,
+        fallback=fallback,
+        last_token=now,
+    )
+    return sequence, _update(sequence, row, taken, text, at_stop_string, read)
+
+
+def _update(
+    sequence: Sequence, row: _Row, taken: tuple[int, ...], text: str | None, at_stop_string: bool, read: Reader
+) -> Update:
+    """What new tokens are to a request that has taken them in, with its completion if they are its last."""
     update = Update(sequence.id, taken, text)
     if not (row.finished or at_stop_string):
-        return host, (update,)
+        return update
     reason: FinishReason = "stop" if row.stopped or at_stop_string else "length"
-    return remove(host, sequence.id), (update, end(sequence, reason, read))
+    return update.then(end(sequence, reason, read))
 
 
-def _fail(host: HostState, sequence: Sequence, broken: Violation, read: Reader) -> tuple[HostState, tuple[Update, ...]]:
+def _fail(policy: Policy, sequence: Sequence, broken: Violation, read: Reader) -> tuple[Sequence, Update]:
     """Ends a request by the name of what it broke."""
     if broken is Violation.finite_logits:
         message = f"{broken.name} is violated: {MEANING[broken]}, and those of request {sequence.id!r} are not"
     else:
         message = f"{broken.name} is violated: {MEANING[broken]}, and request {sequence.id!r} broke it"
-        if host.policy.strict:
+        if policy.strict:
             raise InvariantError(message)
-    return remove(host, sequence.id), (end(sequence, "error", read, message),)
+    return sequence, end(sequence, "error", read, message)
 
 
 def end(sequence: Sequence, reason: FinishReason, read: Reader, error: str | None = None) -> Update:
@@ -191,21 +228,24 @@ def end(sequence: Sequence, reason: FinishReason, read: Reader, error: str | Non
     return Update(sequence.id, (), rest, completion_of(sequence, text, reason, error))
 
 
+def _learn(host: HostState, plan: Plan, rounds: Report, seconds: float | None) -> HostState:
+    """With the rounds in the host's experience, if it keeps any."""
+    if host.experience is None:
+        return host
+    seen = learn(host.experience, rounds, tokens=plan.tokens, context=plan.context, seconds=seconds)
+    return dataclasses.replace(host, experience=seen)
+
+
 def publish_pages(host: HostState) -> HostState:
     """Makes the newly full pages of running requests findable for the prefix cache."""
     if not host.policy.prefix_cache:
         return host
-    size = host.pool.page_size
+    pool, published, size = host.pool, [], host.pool.page_size
     for sequence in host.running:
         full = sequence.position // size
         if full > sequence.published and shares_pages(host.policy, sequence):
             sequence = sequence.hashed(full, size)
             new = slice(sequence.published, full)
-            pool = publish(host.pool, sequence.pages[new], sequence.hashes[new])
-            sequence = dataclasses.replace(sequence, published=full)
-            host = dataclasses.replace(
-                host,
-                pool=pool,
-                running=host.running.replace(sequence.id, sequence),
-            )
-    return host
+            pool = publish(pool, sequence.pages[new], sequence.hashes[new])
+            published.append((sequence.id, dataclasses.replace(sequence, published=full)))
+    return dataclasses.replace(host, pool=pool, running=host.running.replace_all(published)) if published else host

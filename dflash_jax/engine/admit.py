@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from dflash_jax.engine.checkpoints import deepest, touch
-from dflash_jax.engine.host import HostState, shares_pages
+from dflash_jax.engine.host import HostState, Refusal, shares_pages
 from dflash_jax.engine.pages import allocate, lookup, pages_for, share
 from dflash_jax.engine.sequence import Sequence
 
@@ -19,8 +19,8 @@ def admit(host: HostState) -> HostState:
     With `prefix_cache`, full pages of a known prefix are shared; at least one token is left to run. Those of a hybrid
     target are shared up to the deepest page with a checkpoint.
     """
-    free_slots = _free_slots(host)
-    while host.waiting and free_slots:
+    free_slots = _free_slots(host) if host.waiting else []
+    while host.waiting and free_slots and not _is_refused(host):
         sequence, pool = host.waiting.first, host.pool
         full = (sequence.to_run - 1) // pool.page_size if host.policy.prefix_cache else 0
         sequence = sequence.hashed(full, pool.page_size)
@@ -32,8 +32,10 @@ def admit(host: HostState) -> HostState:
         # A page for each running request's next tokens stays untouched, or a newcomer would be
         # admitted only to be preempted in the next round.
         if pool.available < needed + len(host.running):
+            missing = None if found == full else sequence.hashes[found]
+            refusal = Refusal(sequence.request, pool.releases, missing, host.checkpoints)
             # What was hashed is kept for the next time.
-            host = dataclasses.replace(host, waiting=host.waiting.replace(sequence.id, sequence))
+            host = dataclasses.replace(host, waiting=host.waiting.replace(sequence.id, sequence), refusal=refusal)
             break
         pool, fresh = allocate(pool, needed)
         saved = len(known) * pool.page_size
@@ -59,8 +61,24 @@ def admit(host: HostState) -> HostState:
             running=host.running.append(sequence.id, sequence),
             pool=pool,
             counters=counters,
+            refusal=None,
         )
     return host
+
+
+def _is_refused(host: HostState) -> bool:
+    """Whether the first request in the queue was refused, and nothing has happened since that could admit it.
+
+    Looking its pages up takes longer the longer its prompt is, so this is not done at every step.
+    """
+    refusal = host.refusal
+    return (
+        refusal is not None
+        and refusal.request is host.waiting.first.request
+        and refusal.releases == host.pool.releases
+        and refusal.missing not in host.pool.page_of
+        and refusal.checkpoints is host.checkpoints
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -105,6 +105,13 @@ class Queue(Generic[T]):
         values = self._values.set(self._places[key], (key, value))
         return self._with(self._places, values, self._first, self._stop)
 
+    def replace_all(self, values: Iterable[tuple[Any, T]]) -> Queue[T]:
+        """The same for many (key, value) pairs at once."""
+        with self._values.mutate() as changed:
+            for key, value in values:
+                changed[self._places[key]] = (key, value)
+            return self._with(self._places, changed.finish(), self._first, self._stop)
+
     def remove(self, key: Any) -> Queue[T]:
         """Without the value under `key`. Raises KeyError if there is none."""
         values = self._values.delete(self._places[key])
@@ -138,7 +145,10 @@ class Queue(Generic[T]):
 
     def items(self) -> Iterator[tuple[Any, T]]:
         """(key, value) pairs in order."""
-        return (self._values[place] for place in sorted(self._values))
+        # Most queues have no gaps, and then their places need no sorting.
+        has_gaps = len(self._values) < self._stop - self._first
+        places = sorted(self._values) if has_gaps else range(self._first, self._stop)
+        return map(self._values.__getitem__, places)
 
     def __contains__(self, key: Any) -> bool:
         return key in self._places

@@ -26,7 +26,7 @@ from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.device_memory import check_memory
 from dflash_jax.engine.host import NO_LIMIT, HostState, add, fallback_of, name_request, remove, restart, shift_times
-from dflash_jax.engine.init import empty_device, first_experience, init_host, make_policy
+from dflash_jax.engine.init import empty_device, init_host, make_policy, with_policy
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.output import Completion, Update, join_updates
 from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
@@ -412,7 +412,7 @@ class Engine:
                     "give restore() an engine with its models"
                 )
             engine = cls.from_config(saved.setup)
-        host = shift_times(dataclasses.replace(saved.host, policy=engine.host.policy), engine._clock())
+        host = shift_times(with_policy(saved.host, engine.host.policy), engine._clock())
         if draft is not _UNCHANGED:
             other = engine._with_draft(draft, None)
             other._check_target(saved.host, directory)
@@ -458,7 +458,7 @@ class Engine:
             policy = twin.host.policy
             policy = make_policy(self.models, self.config, k, policy.width, policy.draft_limit)
             policy = dataclasses.replace(policy, max_slots=twin.host.policy.max_slots)
-            twin.host = dataclasses.replace(twin.host, policy=policy, experience=first_experience(policy))
+            twin.host = with_policy(twin.host, policy)
             if twin.setup is not None and twin.setup.draft is not None:
                 # A snapshot of it is to be gone on from with as many.
                 draft_setup = twin.setup.draft.model_copy(update={"k": k})

@@ -76,6 +76,25 @@ class Counters:
 
 
 @dataclasses.dataclass(frozen=True)
+class Refusal:
+    """The last look at whether the first request in the queue can be admitted, when it could not for want of pages.
+
+    As long as it is the first, and none of this changes, looking again would give the same.
+
+    Attributes:
+      request: who.
+      releases: of the pool by then; only a release makes pages available.
+      missing: the hash of the first page of its prompt that was not known; None if all were.
+      checkpoints: that there were, of which the deepest decides how many known pages can be shared.
+    """
+
+    request: Request
+    releases: int
+    missing: bytes | None
+    checkpoints: CheckpointPool | None
+
+
+@dataclasses.dataclass(frozen=True)
 class HostState:
     """Everything the engine knows that is not on the device.
 
@@ -90,6 +109,7 @@ class HostState:
       next_id: number of the next made-up request id.
       counters: what happened so far.
       experience: what was seen of drafting, if the number of tokens to verify is chosen by it.
+      refusal: why the first of the waiting requests waits, if its pages were looked for already.
     """
 
     policy: Policy
@@ -102,6 +122,7 @@ class HostState:
     next_id: int = 0
     counters: Counters = Counters()
     experience: Experience | None = None
+    refusal: Refusal | None = None
 
     def find(self, request_id: str) -> Sequence | None:
         """A request in flight."""
@@ -201,6 +222,7 @@ def restart(host: HostState) -> HostState:
         hits=host.pool.hits,
         misses=host.pool.misses,
         evictions=host.pool.evictions,
+        releases=host.pool.releases + 1,
     )
     checkpoints = None if host.checkpoints is None else empty_checkpoints(host.checkpoints.capacity)
     return dataclasses.replace(host, running=Queue(), waiting=waiting, pool=pool, checkpoints=checkpoints)

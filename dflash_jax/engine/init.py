@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 from dflash_jax.engine.checkpoints import empty_checkpoints
@@ -48,6 +49,14 @@ def init_host(config: EngineConfig, policy: Policy, identity: ModelsIdentity, ta
     checkpoints = empty_checkpoints(config.kept_states) if target.gated_delta_layers else None
     pool = empty_pool(config.pool_pages, config.page_size)
     return HostState(policy, identity, pool, checkpoints, experience=first_experience(policy))
+
+
+def with_policy(host: HostState, policy: Policy) -> HostState:
+    """The state under another policy; what was learnt of blocks of another length is forgotten."""
+    experience, fresh = host.experience, first_experience(policy)
+    if experience is None or fresh is None or len(experience.calibration.seen) != policy.k:
+        experience = fresh
+    return dataclasses.replace(host, policy=policy, experience=experience)
 
 
 def first_experience(policy: Policy) -> Experience | None:

@@ -37,6 +37,7 @@ class PagePool:
       idle: known pages that no request references, least recently used first.
       hits, misses: pages found and not found by admissions.
       evictions: idle pages whose room was needed.
+      releases: times that a request let go of its pages.
     """
 
     num_pages: int
@@ -49,6 +50,7 @@ class PagePool:
     hits: int = 0
     misses: int = 0
     evictions: int = 0
+    releases: int = 0
 
     @property
     def available(self) -> int:
@@ -164,7 +166,9 @@ def release(pool: PagePool, pages: Sequence[int]) -> PagePool:
             idle = idle.append(page, page)
         elif left == 0:
             free[len(free)] = page
-    return dataclasses.replace(pool, free=free.finish(), references=references.finish(), idle=idle)
+    return dataclasses.replace(
+        pool, free=free.finish(), references=references.finish(), idle=idle, releases=pool.releases + 1
+    )
 
 
 def publish(pool: PagePool, pages: Iterable[int], hashes: Iterable[bytes]) -> PagePool:

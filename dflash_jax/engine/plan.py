@@ -204,19 +204,19 @@ def _take_pages(host: HostState, tokens: int) -> tuple[HostState, dict[str, tupl
     """
     new_pages: dict[str, tuple[int, ...]] = {}
     for sequence in host.running:
-        while sequence.decoding and sequence.id in host.running:
-            end = min(sequence.position + tokens, sequence.request.longest)
-            needed = pages_for(end, host.pool.page_size) - len(sequence.pages)
-            if needed <= host.pool.available:
-                if needed > 0:
-                    pool, fresh = allocate(host.pool, needed)
-                    sequence = dataclasses.replace(sequence, pages=sequence.pages.extend(fresh))
-                    host = dataclasses.replace(host, pool=pool, running=host.running.replace(sequence.id, sequence))
-                    new_pages[sequence.id] = fresh
-                break
+        end = min(sequence.position + tokens, sequence.request.longest)
+        needed = pages_for(end, host.pool.page_size) - len(sequence.pages)
+        if needed <= 0 or not sequence.decoding:
+            continue
+        while needed > host.pool.available and sequence.id in host.running:
             newest = host.running.last.id
             host = preempt(host, newest)
             new_pages.pop(newest, None)
+        if sequence.id in host.running:
+            pool, fresh = allocate(host.pool, needed)
+            sequence = dataclasses.replace(sequence, pages=sequence.pages.extend(fresh))
+            host = dataclasses.replace(host, pool=pool, running=host.running.replace(sequence.id, sequence))
+            new_pages[sequence.id] = fresh
     return host, new_pages
 
 

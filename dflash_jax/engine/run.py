@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from dflash_jax.engine.absorb import absorb
 from dflash_jax.engine.host import HostState
@@ -15,6 +16,7 @@ from dflash_jax.engine.identity import ModelsIdentity, identify
 from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs, decode_inputs, prefill_inputs
 from dflash_jax.engine.output import Update
 from dflash_jax.engine.plan import Plan, make_plan
+from dflash_jax.engine.readback import as_array, report_of
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
 from dflash_jax.engine.state import EngineState, Models, mark_donated
@@ -113,12 +115,18 @@ class Runner:
             )
         if self.donate and device is not before:
             mark_donated(before)
-        report = StepReport(*jax.device_get((prefilled, decoded)))
+        reports = (
+            None if numbers is None else report_of(np.asarray(numbers), drafts)
+            for numbers, drafts in ((prefilled, 0), (decoded, plan.drafts))
+        )
+        return device, StepReport(*reports, seconds=self._time(plan, begin))
+
+    def _time(self, plan: Plan, begin: float) -> float | None:
+        """Seconds since `begin`, if they are those of a plan's rounds and of nothing else."""
         program = (len(plan.decodes), plan.table_width, plan.drafts, plan.tokens, plan.rounds)
-        if program in self._run_before and not plan.chunks:
-            report = dataclasses.replace(report, seconds=time.perf_counter() - begin)
+        known = program in self._run_before
         self._run_before.add(program)
-        return device, report
+        return time.perf_counter() - begin if known and not plan.chunks else None
 
 
 def place_rounds(device: EngineState, plan: Plan) -> EngineState:
@@ -137,11 +145,12 @@ def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, im
         inputs.known_next,
         implementation=implementation,
     )
-    return save_checkpoints(state, inputs.saves), report
+    return save_checkpoints(state, inputs.saves), as_array(report)
 
 
 def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, **settings):
-    return run_rounds(models, give_pages(state, inputs), inputs.chance, **settings)
+    state, report = run_rounds(models, give_pages(state, inputs), inputs.chance, **settings)
+    return state, as_array(report)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ between rows cannot touch, lose or exchange anybody's context.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NoReturn
 
 import jax
@@ -166,15 +165,11 @@ class _Donated:
 
 def mark_donated(state: EngineState) -> None:
     """Makes a state whose memory was used again raise `StateError` when it is read."""
-    donated = _Donated()
-    slots, kept = state.slots, state.checkpoints
-    nodes: list[Any] = [state, state.rows, slots, slots.sampler, state.target_pages, state.draft_pages, state.recurrent]
-    nodes += [] if kept is None else [kept, kept.states]
+    donated, nodes = _Donated(), [state]
     for node in nodes:
-        if node is not None:
-            for field in dataclasses.fields(node):
-                if isinstance(getattr(node, field.name), jax.Array):
-                    object.__setattr__(node, field.name, donated)
+        held = vars(node)
+        nodes += [value for value in held.values() if isinstance(value, struct.PyTreeNode)]
+        held.update({name: donated for name, value in held.items() if isinstance(value, jax.Array)})
 
 
 def is_donated(state: EngineState) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.host_time import add_seconds, step_seconds
-from dflash_jax.engine.pages import page_hash
+from dflash_jax.engine.pages import lookup, page_hash
 from tests.pairs import engine, prompts
 
 
@@ -40,3 +40,27 @@ def test_a_context_is_hashed_once(monkeypatch):
     assert served.host.counters.preemptions > 0
     pages = sum((len(prompt) + 39) // 16 for prompt in prompts("recall-dflash2")[:4])
     assert 0 < len(hashed) <= pages
+
+
+def test_a_request_without_pages_is_looked_up_again_only_when_pages_were_freed_or_cached(monkeypatch):
+    """The first look-up takes as long as its prompt has pages, and a step must not."""
+    looked = []
+
+    def counted(pool, hashes):
+        looked.append(len(hashes))
+        return lookup(pool, hashes)
+
+    monkeypatch.setattr("dflash_jax.engine.admit.lookup", counted)
+    served, (first, second) = engine("recall-dflash2", pages=11), prompts("recall-dflash2")[:2]
+    for name, prompt in (("runs", first), ("runs too", second)):
+        served.add_request(prompt, {"max_tokens": 60, "ignore_eos": True}, request_id=name)
+    served.step(), served.step()
+    served.add_request(prompts("recall-dflash2")[4], {"max_tokens": 8, "ignore_eos": True}, request_id="waits")
+    looked.clear()
+    for _ in range(6):
+        served.step()
+    assert served.host.waiting.get("waits") is not None and len(served.host.running) == 2
+    assert len(looked) == 1
+    served.abort("runs too")
+    served.step()
+    assert len(looked) == 2 and served.slot_of("waits") is not None

@@ -11,12 +11,14 @@ runs longer, on 8 slots with pages of 4 tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dflash_jax.engine.admit import admit
 from dflash_jax.engine.check import check_state
 from dflash_jax.engine.host import preempt
 from tests.engine.poison import poison, poison_slots
@@ -99,7 +101,10 @@ class EngineMachine(RuleBasedStateMachine):
     def every_request_is_where_it_would_be_alone(self):
         if not hasattr(self, "engine"):
             return
-        check_state(self.engine.models, self.engine.host, self.engine.state)
+        host = self.engine.host
+        check_state(self.engine.models, host, self.engine.state)
+        looked_up_again = admit(dataclasses.replace(host, refusal=None))
+        assert list(admit(host).running) == list(looked_up_again.running), "a refusal outlived its reason"
         for sequence in self.engine.host.in_flight:
             self.compare(sequence.id, tuple(sequence.output), tuple(sequence.drafted_blocks))
         for request_id, completion in self.done.items():

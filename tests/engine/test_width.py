@@ -78,8 +78,8 @@ def test_a_width_that_the_block_does_not_have_is_refused(width):
 def test_a_snapshot_goes_on_with_what_was_learnt(tmp_path):
     served = engine("recall-dflash2", width="auto")
     served.generate(prompts("recall-dflash2")[:3], SAMPLING)
-    served.save(tmp_path / "snapshot")
-    restored = Engine.restore(tmp_path / "snapshot", engine("recall-dflash2", width="auto"))
+    served.snapshot(tmp_path / "snapshot")
+    restored = Engine.restore(tmp_path / "snapshot", engine=engine("recall-dflash2", width="auto"))
     before, after = served.host.experience, restored.host.experience
     np.testing.assert_array_equal(before.calibration.seen, after.calibration.seen)
     np.testing.assert_array_equal(before.calibration.recent, after.calibration.recent)
@@ -87,20 +87,20 @@ def test_a_snapshot_goes_on_with_what_was_learnt(tmp_path):
     assert served.fork(k=3).host.experience.calibration.seen.shape[0] == 3
 
 
-def test_an_engine_chooses_by_what_rounds_cost():
-    """Time is made up. Where a token costs nothing all are verified; where the draft costs much nothing is drafted."""
+@pytest.mark.parametrize(
+    ("draft_costs", "chosen"), [(0.0, (7, 32)), (9.0, (0, 4))], ids=["tokens are free", "the draft is dear"]
+)
+def test_an_engine_chooses_by_what_rounds_cost(draft_costs, chosen):
+    """Time is made up."""
     pair = "recall-dflash2"
-    for cost, wanted in ((lambda plan: 1.0, 32), (lambda plan: 1.0 + 9 * (plan.drafts > 0), None)):
-        served = engine(pair, width="auto")
-        served._run = Rounds(served._run, seconds=cost)
-        asked = [prompt for prompt in prompts(pair)[:4] for _ in range(4)]
-        completions = served.generate(asked, SAMPLING)
-        assert all(c.token_ids == alone(pair, tuple(p), tuple(SAMPLING.items())).token_ids
-                   for p, c in zip(asked, completions, strict=True))
-        late = [plan.tokens if plan.drafts else None for plan in served._run.plans[-60:] if len(plan.decodes) == 4]
-        whole = [32 if plan.drafts and plan.tokens is None else plan.tokens for plan in served._run.plans if plan.decodes]
-        counted = Counter(late[-8:]) if wanted is None else Counter(whole[-8:])
-        assert counted.most_common(1)[0][0] == wanted
+    served = engine(pair, width="auto")
+    served._run = Rounds(served._run, seconds=lambda plan: 1.0 + draft_costs * (plan.drafts > 0))
+    asked = [prompt for prompt in prompts(pair)[:4] for _ in range(4)]
+    for prompt, completion in zip(asked, served.generate(asked, SAMPLING), strict=True):
+        assert completion.token_ids == alone(pair, tuple(prompt), tuple(SAMPLING.items())).token_ids
+        assert_blocks_belong(pair, tuple(prompt), completion)
+    late = [plan for plan in served._run.plans if len(plan.decodes) == 4][-8:]
+    assert Counter((plan.drafts, plan.tokens or 4) for plan in late).most_common(1)[0][0] == chosen
 
 
 # Choosing, without a model.
@@ -138,7 +138,7 @@ def test_the_width_that_brings_most_tokens_a_second_is_chosen():
 
 
 def test_what_never_ran_is_tried_unless_it_cannot_win():
-    none, two, four, all_ = widths(8, 7)
+    none, two, four, _ = widths(8, 7)
     slow = known({none: 1.0, two: 30.0}, rows=8, drafts=7)
     # Rounds of more tokens cannot be faster than those of fewer.
     assert choose(slow, 8, 7) == none
@@ -155,7 +155,9 @@ def test_what_did_not_run_for_long_is_run_once_again():
         width = choose(experience, 8, 7)
         chosen.append(width)
         kind = Round(8, width.tokens, width.drafts > 0, 0)
-        experience = dataclasses.replace(experience, costs=experience.costs.with_round(kind, 1.0 if width == none else 9.0))
+        experience = dataclasses.replace(
+            experience, costs=experience.costs.with_round(kind, 1.0 if width == none else 9.0)
+        )
     counts = Counter(chosen)
     assert all(3 <= counts[width] <= 6 for width in options[1:]), counts
     # Drafting pays again: within the next rounds it is seen.
