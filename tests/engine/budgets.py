@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dflash_jax import Completion, Engine
@@ -53,25 +53,22 @@ def with_budget(served: Engine, tokens: Callable[[Plan], int]) -> Engine:
 
 
 @functools.cache
-def block_after(pair: str, tokens: tuple[int, ...]) -> tuple[int, ...]:
-    """What is drafted after these tokens, the last of which is the anchor: an engine's first block for this prompt.
+def blocks_along(pair: str, prompt: tuple[int, ...], output: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """What is drafted after so many tokens of a greedy output: the first block of an engine whose prompt they end.
 
-    That engine's own first token has to be the anchor, so it is given all tokens but that.
+    That engine's own first token is the anchor, so it is given all tokens before that.
     """
-    completion = fresh(pair).generate([tokens[:-1]], {"max_tokens": 2, "ignore_eos": True})[0]
-    assert completion.token_ids[0] == tokens[-1], "only greedy outputs can be asked for"
-    return completion.drafted_blocks[0]
+    counts = range(1, len(output))
+    asked = [(*prompt, *output[: count - 1]) for count in counts]
+    completions = engine(pair).generate(asked, {"max_tokens": 2, "ignore_eos": True})
+    for count, completion in zip(counts, completions, strict=True):
+        assert completion.token_ids[0] == output[count - 1], "only greedy outputs can be asked for"
+    return {count: each.drafted_blocks[0] for count, each in zip(counts, completions, strict=True)}
 
 
-@functools.cache
-def fresh(pair: str) -> Engine:
-    return engine(pair)
-
-
-def assert_blocks_belong(pair: str, prompt: tuple[int, ...], completion: Completion) -> None:
+def assert_blocks_belong(pair: str, prompt: Sequence[int], completion: Completion) -> None:
     """Every drafted block is what would be drafted from the tokens before it alone."""
-    position = 1
+    along, position = blocks_along(pair, tuple(prompt), completion.token_ids), 1
     for produced, block in zip(completion.produced_per_round, completion.drafted_blocks, strict=True):
-        if block:
-            assert block == block_after(pair, (*prompt, *completion.token_ids[:position])), position
+        assert not block or block == along[position], position
         position += produced

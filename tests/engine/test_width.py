@@ -18,7 +18,7 @@ from tests.pairs import HYBRID, SAMPLING, SIZES, alone, cases, engine, models, p
 PAIRS = ("recall-dflash2", "recall-dflash1", HYBRID)
 
 
-def generate(pair: str, served: Engine, count: int = 5):
+def generate(pair: str, served: Engine, count: int = 3):
     asked = prompts(pair)[:count]
     completions = served.generate(asked, SAMPLING)
     for completion, case in zip(completions, cases(pair), strict=False):
@@ -33,7 +33,7 @@ def test_a_fixed_width_verifies_so_many_and_drafts_the_whole_block(pair):
             assert set(completion.verified_per_round) == {width}
             assert all(len(block) == 7 for block in completion.drafted_blocks)
             assert max(completion.produced_per_round) == 1 + width
-            assert_blocks_belong(pair, tuple(prompt), completion)
+            assert_blocks_belong(pair, prompt, completion)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -41,7 +41,7 @@ def test_a_budget_goes_to_whole_rows_and_parts_of_rows_and_changes_nothing(pair)
     served = with_budget(engine(pair), lambda plan: 2 * len(plan.decodes) + 3)
     completions = generate(pair, served)
     for prompt, completion in zip(prompts(pair), completions, strict=False):
-        assert_blocks_belong(pair, tuple(prompt), completion)
+        assert_blocks_belong(pair, prompt, completion)
     for plan in served._run.plans:
         assert not plan.decodes or plan.tokens == 2 * len(plan.decodes) + 3
     widths_seen = Counter(width for completion in completions for width in completion.verified_per_round)
@@ -57,7 +57,7 @@ def test_rounds_without_a_draft_keep_up_the_context_of_the_next_draft(pair):
         blocks = [block for block in completion.drafted_blocks if block]
         assert len(blocks) > 2 and () in completion.drafted_blocks
         assert completion.fallback is None
-        assert_blocks_belong(pair, tuple(prompt), completion)
+        assert_blocks_belong(pair, prompt, completion)
 
 
 def test_metrics_count_what_was_verified():
@@ -98,7 +98,7 @@ def test_an_engine_chooses_by_what_rounds_cost(draft_costs, chosen):
     asked = [prompt for prompt in prompts(pair)[:4] for _ in range(4)]
     for prompt, completion in zip(asked, served.generate(asked, SAMPLING), strict=True):
         assert completion.token_ids == alone(pair, tuple(prompt), tuple(SAMPLING.items())).token_ids
-        assert_blocks_belong(pair, tuple(prompt), completion)
+        assert_blocks_belong(pair, prompt, completion)
     late = [plan for plan in served._run.plans if len(plan.decodes) == 4][-8:]
     assert Counter((plan.drafts, plan.tokens or 4) for plan in late).most_common(1)[0][0] == chosen
 
@@ -110,7 +110,7 @@ def known(seconds: dict[Width, float], *, rows: int, drafts: int, margins_bin: i
     """Experience of rounds that took so long, of drafts that are as sure as that."""
     costs = Costs()
     for width, each in seconds.items():
-        for _ in range(5):
+        for _ in range(8):
             costs = costs.with_round(Round(rows, width.tokens, width.drafts > 0, context), each)
     bins = np.full((64, drafts), margins_bin, np.int32)
     calibration = uncalibrated(drafts).with_blocks(bins, np.full(64, drafts), np.full(64, drafts // 2))
@@ -208,3 +208,29 @@ def test_a_sure_draft_counts_as_likelier_before_and_after_calibration():
     assert chance[0, 2] == pytest.approx(0.5, abs=0.03), "half of the first tokens were kept"
     assert chance[1, 2] > 0.95, "all that were reached"
     assert (chance[:, 3] == fresh[:, 3]).all()
+
+
+def test_what_sampled_requests_say_is_distributed_as_without_a_budget():
+    """Which drafted tokens are verified must not depend on what was drawn: 3,000 answers each way."""
+    pair, prompt, seeds = "recall-dflash2", (60, 25, 23), range(3000)
+    sampling = {"temperature": 2.0, "max_tokens": 3, "ignore_eos": True}
+    sizes = {"max_slots": 64, "max_model_len": 32, "prefill_chunk": 64}
+
+    def second_and_third(served: Engine) -> Counter:
+        ids = [served.add_request(prompt, {**sampling, "seed": seed}) for seed in seeds]
+        done = {}
+        while served.has_work:
+            done.update({u.id: u.completion.token_ids for u in served.step() if u.completion})
+        return Counter(token for id_ in ids for token in enumerate(done[id_][1:]))
+
+    plain = second_and_third(engine(None, **sizes))
+    cut = second_and_third(with_budget(engine(pair, **sizes), lambda plan: len(plan.decodes) * 2))
+    assert chi_square(plain, cut) < 1.3
+
+
+def chi_square(a: Counter, b: Counter) -> float:
+    """Of two samples, over its degrees of freedom; tokens seen rarely are counted as one."""
+    often = [token for token in a | b if a[token] + b[token] >= 20]
+    rest = [sum(c.values()) - sum(c[token] for token in often) for c in (a, b)]
+    pairs = [(a[token], b[token]) for token in often] + ([tuple(rest)] if sum(rest) >= 20 else [])
+    return sum((x - y) ** 2 / (x + y) for x, y in pairs) / (len(pairs) - 1)
