@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -22,9 +24,10 @@ def report_of(numbers: Int[np.ndarray, "*rounds rows numbers"]) -> Report:
     """The report that `as_array` was given; its fields are views of the array. There is one draft less than tokens."""
     tokens = (numbers.shape[-1] - len(_NUMBERS) - len(_FLAGS) + 1) // 2
     single = np.moveaxis(numbers[..., 2 * tokens - 1 :], -1, 0)
-    return Report(
-        tokens=numbers[..., :tokens],
-        drafts=numbers[..., tokens : 2 * tokens - 1],
+    fields: dict[str, Any] = {
+        "tokens": numbers[..., :tokens],
+        "drafts": numbers[..., tokens : 2 * tokens - 1],
         **dict(zip(_NUMBERS, single[: len(_NUMBERS)], strict=True)),
         **dict(zip(_FLAGS, single[len(_NUMBERS) :].astype(bool), strict=True)),
-    )
+    }
+    return Report(**fields)
