@@ -1,7 +1,8 @@
 """The engine: its two halves of state, the plan of a step, the jitted steps, snapshots, and `Engine`."""
 
+from dflash_jax.engine.admission import Prompt
 from dflash_jax.engine.config import EngineConfig, EngineSetup
-from dflash_jax.engine.engine import Engine, Prompt
+from dflash_jax.engine.engine import Engine
 from dflash_jax.engine.invariants import Violation
 from dflash_jax.engine.output import Completion, Metrics, Update
 from dflash_jax.engine.request import SamplingParams

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
 from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.engine.pages import PagePool, pages_for
 from dflash_jax.engine.request import Request, SamplingParams
-from dflash_jax.errors import RequestError
+from dflash_jax.errors import RequestError, quote
 from dflash_jax.models.config import TargetConfig
+from dflash_jax.text.chat import read_chat
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids, chat messages, or a mapping of `messages` and other `text.chat.CHAT_KEYS`."""
+
+
+def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Token ids of a prompt.
+
+    Raises:
+      RequestError: it is text or messages, and there is no tokenizer or no chat template for it.
+    """
+    kinds = {type(part) for part in prompt} if isinstance(prompt, Sequence) else set()
+    if not isinstance(prompt, str) and kinds and all(issubclass(kind, int | np.integer) for kind in kinds):
+        return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
+    if isinstance(prompt, Sequence) and not prompt:
+        return ()
+    is_chat = isinstance(prompt, Mapping) or (bool(kinds) and all(issubclass(kind, Mapping) for kind in kinds))
+    if not isinstance(prompt, str) and not is_chat:
+        raise RequestError(
+            f"the prompt is {quote(prompt)}; it must be text, a list of token ids, or a list of messages, "
+            "which may be the `messages` of a mapping"
+        )
+    if tokenizer is None:
+        raise RequestError("the prompt is text, but the model has no tokenizer; give token ids instead")
+    if isinstance(prompt, str):
+        return tuple(tokenizer.encode(prompt))
+    return tuple(tokenizer.encode_chat(read_chat(prompt)))  # type: ignore[arg-type]
 
 
 def make_request(

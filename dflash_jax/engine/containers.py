@@ -107,10 +107,10 @@ class Queue(Generic[T]):
 
     def replace_all(self, values: Iterable[tuple[Any, T]]) -> Queue[T]:
         """The same for many (key, value) pairs at once."""
-        with self._values.mutate() as changed:
-            for key, value in values:
-                changed[self._places[key]] = (key, value)
-            return self._with(self._places, changed.finish(), self._first, self._stop)
+        changed = self._values.mutate()
+        for key, value in values:
+            changed[self._places[key]] = (key, value)
+        return self._with(self._places, changed.finish(), self._first, self._stop)
 
     def remove(self, key: Any) -> Queue[T]:
         """Without the value under `key`. Raises KeyError if there is none."""

@@ -12,21 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from dflash_jax.checkpoints import LoadedDraft, Tokenizer, load_draft, load_target
-from dflash_jax.checkpoints.shortlist import read_shortlist
+from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.compile_cache import enable_compile_cache
-from dflash_jax.engine import display
+from dflash_jax.engine import display, forks
 from dflash_jax.engine import snapshot as snapshots
 from dflash_jax.engine.absorb import end
-from dflash_jax.engine.admission import make_request
+from dflash_jax.engine.admission import Prompt, make_request, tokenize
 from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
 from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.device import prepare
-from dflash_jax.engine.device_memory import check_memory
-from dflash_jax.engine.host import NO_LIMIT, HostState, add, fallback_of, name_request, remove, restart, shift_times
+from dflash_jax.engine.forks import Draft
+from dflash_jax.engine.host import NO_LIMIT, add, name_request, remove, restart, shift_times
 from dflash_jax.engine.init import empty_device, init_host, make_policy, with_policy
+from dflash_jax.engine.loading import load, read_setup
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.output import Completion, Update, join_updates
 from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
@@ -35,17 +34,7 @@ from dflash_jax.engine.run import Runner, step
 from dflash_jax.engine.state import EngineState, Models, is_donated
 from dflash_jax.errors import CheckpointError, RequestError, StateError, quote
 from dflash_jax.kernels.dispatch import Implementation
-from dflash_jax.models.lm_head import make_shortlist
-from dflash_jax.settings import parse, read_settings
-from dflash_jax.text.chat import read_chat
 
-Draft = str | Path | LoadedDraft
-"""The path of a draft, or a loaded one."""
-
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids, chat messages, or a mapping of `messages` and other `text.chat.CHAT_KEYS`."""
-
-_JOB_SECTIONS = ("sampling", "input", "output", "report")
 _UNCHANGED: Any = object()
 
 
@@ -137,27 +126,8 @@ class Engine:
         Raises:
           ConfigError, CheckpointError: it cannot be done; the message says why.
         """
-        if isinstance(config, str | Path):
-            # A job's file will do: what it says beyond the engine is for the job.
-            values = {name: value for name, value in read_settings(config).items() if name not in _JOB_SECTIONS}
-            setup = parse(EngineSetup, values, str(config))
-        else:
-            setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
-        target = load_target(**setup.target.arguments(), dtype=setup.engine.dtype)
-        tokenizer = setup.target.configure_tokenizer(target.tokenizer)
-        models = Models(target.params, target.config)
-        k = width = max_context = None
-        if setup.draft is not None:
-            mask = setup.draft.mask_token_id
-            draft = load_draft(**setup.draft.arguments(), dtype=setup.engine.dtype, mask_token_id=mask)
-            models = models.replace(draft=draft.params, draft_config=draft.config)
-            if setup.draft.shortlist is not None:
-                tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
-                models = models.replace(shortlist=make_shortlist(target.params, tokens))
-            k, width, max_context = setup.draft.k, setup.draft.width, setup.draft.max_context
-        sizes = divide(setup.engine, models.target_config, models.draft_config)
-        check_memory(models, sizes)
-        engine = cls(models, sizes, tokenizer=tokenizer, k=k, width=width, max_context=max_context, clock=clock)
+        setup = read_setup(config)
+        engine = cls(**load(setup), clock=clock)
         engine.setup = setup
         return engine
 
@@ -279,22 +249,7 @@ class Engine:
         Raises:
           RequestError: it is text or messages, and there is no tokenizer or no chat template for it.
         """
-        kinds = {type(part) for part in prompt} if isinstance(prompt, Sequence) else set()
-        if not isinstance(prompt, str) and kinds and all(issubclass(kind, int | np.integer) for kind in kinds):
-            return tuple(int(token) for token in prompt)  # type: ignore[arg-type]
-        if isinstance(prompt, Sequence) and not prompt:
-            return ()
-        is_chat = isinstance(prompt, Mapping) or (bool(kinds) and all(issubclass(kind, Mapping) for kind in kinds))
-        if not isinstance(prompt, str) and not is_chat:
-            raise RequestError(
-                f"the prompt is {quote(prompt)}; it must be text, a list of token ids, or a list of messages, "
-                "which may be the `messages` of a mapping"
-            )
-        if self.tokenizer is None:
-            raise RequestError("the prompt is text, but the model has no tokenizer; give token ids instead")
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode(prompt))
-        return tuple(self.tokenizer.encode_chat(read_chat(prompt)))  # type: ignore[arg-type]
+        return tokenize(prompt, self.tokenizer)
 
     # Whole generations.
 
@@ -414,28 +369,19 @@ class Engine:
             engine = cls.from_config(saved.setup)
         host = shift_times(with_policy(saved.host, engine.host.policy), engine._clock())
         if draft is not _UNCHANGED:
-            other = engine._with_draft(draft, None)
-            other._check_target(saved.host, directory)
-            other.host = other._rebuilt(host)
-            return other
-        different = saved.host.models.difference(engine.host.models)
-        if different is not None:
-            raise CheckpointError(
-                f"{directory} cannot be continued by this engine: {different}; restore it into an engine of those "
-                "models, or give restore() the draft to continue with, and the contexts are computed again"
-            )
-        like = empty_device(engine.models, engine.config, saved.shape_of[".rows.idx_mapping"][0])
-        if snapshots.shapes(like) != saved.shape_of:
-            name = next(name for name, shape in snapshots.shapes(like).items() if shape != saved.shape_of.get(name))
-            raise CheckpointError(
-                f"{directory} is the snapshot of another engine: its state{name} is "
-                f"{saved.shape_of.get(name)}, this engine's is {snapshots.shapes(like)[name]}"
-            )
-        engine.state = snapshots.load_state(Path(directory), like)
-        engine.host = host
+            engine = engine._with_draft(draft, None, _UNCHANGED)
+            forks.check_target(host, engine.host, directory)
+            engine.host = forks.recompute(host, engine.host)
+        else:
+            like = empty_device(engine.models, engine.config, rows=saved.rows)
+            snapshots.check_fits(Path(directory), saved, engine.host.models, like)
+            engine.state = snapshots.load_state(Path(directory), like)
+            engine.host = host
         return engine
 
-    def fork(self, *, draft: Draft | None = _UNCHANGED, k: int | None = None) -> Engine:
+    def fork(
+        self, *, draft: Draft | None = _UNCHANGED, k: int | None = None, width: VerifyWidth | None = _UNCHANGED
+    ) -> Engine:
         """A second engine in the same state; from here on the two are independent.
 
         Args:
@@ -443,26 +389,25 @@ class Engine:
             request's contexts are then computed again from its tokens, and what is drafted from there on is
             what an engine that had this draft from the beginning would draft.
           k: another number of tokens to draft in each round. The contexts stay as they are.
+          width: another number of them to verify, None for all. By default what it was, as far as there are so many
+            of another `k`; of another draft, all or "auto" as before.
 
         Raises:
           ConfigError, CheckpointError: the draft cannot be read or does not fit.
         """
         if draft is not _UNCHANGED:
-            twin = self._with_draft(draft, k)
-            twin.host = twin._rebuilt(self.host)
+            twin = self._with_draft(draft, k, width)
+            twin.host = forks.recompute(self.host, twin.host)
             return twin
         with self._lock:
             twin = self._copy()
             twin.state = jax.tree.map(jnp.copy, self.state) if self.config.donate else self.state
-        if k is not None:
-            policy = twin.host.policy
-            policy = make_policy(self.models, self.config, k, policy.width, policy.draft_limit)
-            policy = dataclasses.replace(policy, max_slots=twin.host.policy.max_slots)
-            twin.host = with_policy(twin.host, policy)
-            if twin.setup is not None and twin.setup.draft is not None:
-                # A snapshot of it is to be gone on from with as many.
-                draft_setup = twin.setup.draft.model_copy(update={"k": k})
-                twin.setup = twin.setup.model_copy(update={"draft": draft_setup})
+        if k is not None or width is not _UNCHANGED:
+            k = self.k if k is None else k
+            if width is _UNCHANGED:
+                width = forks.width_within(self.host.policy.width, k)
+            twin.host = forks.with_drafting(twin.host, self.models, self.config, k, width)
+            twin.setup = forks.setup_with_drafting(twin.setup, k, width)
         return twin
 
     def _copy(self) -> Engine:
@@ -470,44 +415,18 @@ class Engine:
         twin._read = NO_TEXT if self.tokenizer is None else TextReader(self.tokenizer)
         return twin
 
-    def _with_draft(self, draft: Draft | None, k: int | None) -> Engine:
+    def _with_draft(self, draft: Draft | None, k: int | None, width: VerifyWidth | None) -> Engine:
         """An engine like this one with another draft and no requests."""
-        models, twin = self.models, self._copy()
-        if isinstance(draft, str | Path):
-            draft = load_draft(draft, self.config.dtype)
-        if draft is None:
-            models = models.replace(draft=None, draft_config=None, shortlist=None)
-        else:
-            models = models.replace(draft=draft.params, draft_config=draft.config, shortlist=None)
-        run = self._run
-        twin._run = Runner(prepare(models, run.implementation), donate=run.donate, implementation=run.implementation)
-        policy = make_policy(models, self.config, k, self.host.policy.width, self.host.policy.draft_limit)
-        twin.host = init_host(self.config, policy, twin._run.identity, models.target_config)
-        twin.state = empty_device(models, self.config)
+        twin = self._copy()
+        twin._run = forks.with_draft(self._run, draft, self.config.dtype)
+        if width is _UNCHANGED:
+            width = "auto" if self.host.policy.width == "auto" else None
+        policy = make_policy(twin.models, self.config, k, width, self.host.policy.draft_limit)
+        twin.host = init_host(self.config, policy, twin._run.identity, twin.models.target_config)
+        twin.state = empty_device(twin.models, self.config)
         # The setup names the draft that was replaced.
         twin.setup = None
         return twin
-
-    def _check_target(self, host: HostState, directory: str | Path) -> None:
-        wrote, reads = host.models.target, self.host.models.target
-        if wrote != reads:
-            raise CheckpointError(
-                f"{directory} was taken with {wrote}, and the target here is {reads}; only the draft may be another"
-            )
-
-    def _rebuilt(self, host: HostState) -> HostState:
-        """Another engine's requests in this one, waiting to have their contexts computed again."""
-        own = self.host
-        policy = dataclasses.replace(own.policy, max_slots=host.policy.max_slots)
-        # As large as this engine's device state, whatever the other's was.
-        pool = dataclasses.replace(host.pool, num_pages=own.pool.num_pages, page_size=own.pool.page_size)
-        host = restart(dataclasses.replace(host, pool=pool, checkpoints=own.checkpoints))
-        # Whether a request is drafted for is another matter with another draft, or the first.
-        waiting = Queue(
-            (name, dataclasses.replace(sequence, fallback=fallback_of(policy, sequence.request)))
-            for name, sequence in host.waiting.items()
-        )
-        return dataclasses.replace(host, policy=policy, models=own.models, waiting=waiting, experience=own.experience)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy is used by others, and has a lock of its own.

@@ -52,9 +52,14 @@ class ModelsIdentity:
         return None
 
 
-def identify(models: Models) -> ModelsIdentity:
-    """The identity of an engine's models. Reads every weight once, on the device."""
-    target = _identify(models.target, models.target_config)
+def identify(models: Models, target: ModelIdentity | None = None) -> ModelsIdentity:
+    """The identity of an engine's models. Reads every weight once, on the device.
+
+    Args:
+      models: the models.
+      target: the target's identity, if it is known; its weights are then not read.
+    """
+    target = target or _identify(models.target, models.target_config)
     if models.draft is None or models.draft_config is None:
         return ModelsIdentity(target)
     return ModelsIdentity(target, _identify(models.draft, models.draft_config))

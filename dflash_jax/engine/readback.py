@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -17,15 +19,13 @@ def as_array(report: Report) -> Int[Array, "*rounds rows numbers"]:
     single = [getattr(report, name)[..., None].astype(jnp.int32) for name in (*_NUMBERS, *_FLAGS)]
     return jnp.concatenate([report.tokens, report.drafts, report.bins, *single], axis=-1)
 
-
-def report_of(numbers: Int[np.ndarray, "*rounds rows numbers"], drafts: int) -> Report:
-    """The report that `as_array` was given, of rounds with so many drafts; its fields are views of the array."""
     tokens = numbers.shape[-1] - 2 * drafts - len(_NUMBERS) - len(_FLAGS)
     single = np.moveaxis(numbers[..., tokens + 2 * drafts :], -1, 0)
-    return Report(
-        tokens=numbers[..., :tokens],
-        drafts=numbers[..., tokens : tokens + drafts],
-        bins=numbers[..., tokens + drafts : tokens + 2 * drafts],
+    fields: dict[str, Any] = {
+        "tokens": numbers[..., :tokens],
+        "drafts": numbers[..., tokens : tokens + drafts],
+        "bins": numbers[..., tokens + drafts : tokens + 2 * drafts],
         **dict(zip(_NUMBERS, single[: len(_NUMBERS)], strict=True)),
         **dict(zip(_FLAGS, single[len(_NUMBERS) :].astype(bool), strict=True)),
-    )
+    }
+    return Report(**fields)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflash_jax.engine.absorb import absorb
 from dflash_jax.engine.host import HostState
-from dflash_jax.engine.identity import ModelsIdentity, identify
+from dflash_jax.engine.identity import ModelIdentity, ModelsIdentity, identify
 from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs, decode_inputs, prefill_inputs
 from dflash_jax.engine.output import Update
 from dflash_jax.engine.plan import Plan, make_plan
@@ -72,23 +72,32 @@ class Runner:
     Compiled once for each number of rows, width of chunks and number of drafts.
     """
 
-    def __init__(self, models: Models, *, donate: bool = False, implementation: Implementation | None = None):
+    def __init__(
+        self,
+        models: Models,
+        *,
+        donate: bool = False,
+        implementation: Implementation | None = None,
+        target: ModelIdentity | None = None,
+    ):
         """Makes a runner.
 
         Args:
           models: target and draft, as `engine.device.prepare` lays them out.
           donate: reuse the memory of the state that is run, which is then gone.
           implementation: of the kernels; see `kernels.dispatch`.
+          target: the target's identity, if it is known.
         """
         self.models = models
         self.donate = donate
         self.implementation: Implementation | None = implementation
+        self._target = target
         self._run_before: set[tuple[int | None, ...]] = set()
 
     @functools.cached_property
     def identity(self) -> ModelsIdentity:
         """The identity of the models, by content."""
-        return identify(self.models)
+        return identify(self.models, self._target)
 
     def __call__(self, device: EngineState, plan: Plan) -> tuple[EngineState, StepReport]:
         """The device state after a plan, and what happened in it.

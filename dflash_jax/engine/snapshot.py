@@ -48,6 +48,11 @@ class HostSnapshot:
     setup: dict[str, Any] | None
     shape_of: dict[str, list[int]]
 
+    @property
+    def rows(self) -> int:
+        """Rows of the device state's last batch."""
+        return self.shape_of[".rows.idx_mapping"][0]
+
 
 def shapes(state: EngineState) -> dict[str, list[int]]:
     """Shape of each leaf, by name."""
@@ -87,6 +92,33 @@ def load_host(directory: Path) -> HostSnapshot:
         return _from_json(json.loads((directory / _HOST).read_text(encoding="utf-8")))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, DflashError) as error:
         raise CheckpointError(f"{directory} is not a snapshot of an engine: {reason(error)}") from None
+
+
+def check_fits(directory: Path, saved: HostSnapshot, reader: ModelsIdentity, like: EngineState) -> None:
+    """Refuses a snapshot that an engine cannot continue.
+
+    Args:
+      directory: the snapshot.
+      saved: its host's part.
+      reader: the engine's models.
+      like: a device state of the engine's sizes, with as many rows as the saved one.
+
+    Raises:
+      CheckpointError: it is of other models or of other sizes.
+    """
+    different = saved.host.models.difference(reader)
+    if different is not None:
+        raise CheckpointError(
+            f"{directory} cannot be continued by this engine: {different}; restore it into an engine of those "
+            "models, or give restore() the draft to continue with, and the contexts are computed again"
+        )
+    here = shapes(like)
+    if here != saved.shape_of:
+        name = next(name for name, shape in here.items() if shape != saved.shape_of.get(name))
+        raise CheckpointError(
+            f"{directory} is the snapshot of another engine: its state{name} is {saved.shape_of.get(name)}, this "
+            f"engine's is {here[name]}"
+        )
 
 
 def load_state(directory: Path, like: EngineState) -> EngineState:

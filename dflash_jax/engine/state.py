@@ -165,7 +165,8 @@ class _Donated:
 
 def mark_donated(state: EngineState) -> None:
     """Makes a state whose memory was used again raise `StateError` when it is read."""
-    donated, nodes = _Donated(), [state]
+    donated = _Donated()
+    nodes: list[struct.PyTreeNode] = [state]
     for node in nodes:
         held = vars(node)
         nodes += [value for value in held.values() if isinstance(value, struct.PyTreeNode)]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.engine.engine import Prompt
+from dflash_jax.engine.admission import Prompt
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import RequestError, cut, quote
 from dflash_jax.jobs.source import MAX_LINE, Source

@@ -5,9 +5,9 @@ import huggingface_hub
 import huggingface_hub.constants
 import pytest
 
+from dflash_jax import Engine
 from dflash_jax.checkpoints import load_target, resolve, wheels
 from dflash_jax.engine.config import EngineSetup
-from dflash_jax.engine.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
 
 

@@ -64,3 +64,17 @@ def test_a_request_without_pages_is_looked_up_again_only_when_pages_were_freed_o
     served.abort("runs too")
     served.step()
     assert len(looked) == 2 and served.slot_of("waits") is not None
+
+
+def test_a_request_without_pages_is_admitted_as_soon_as_another_has_cached_enough_of_its_prompt():
+    prompt = prompts("recall-dflash2")[4]
+    served = engine("recall-dflash2", pages=11, prefill_chunk=16)
+    served.add_request(prompt, {"max_tokens": 4, "ignore_eos": True}, request_id="first")
+    served.step()
+    served.add_request(prompt, {"max_tokens": 4, "ignore_eos": True}, request_id="same")
+    served.step()
+    assert served.slot_of("same") is None and served.host.refusal is not None
+    while served.slot_of("same") is None:
+        assert not served.host.running.first.decoding, "it waits for pages that it could share"
+        served.step()
+    assert served.host.running.last.cached_tokens >= 32

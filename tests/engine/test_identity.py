@@ -10,6 +10,7 @@ import pytest
 
 from dflash_jax import CheckpointError, ConfigError, Engine
 from dflash_jax.checkpoints import load_draft
+from dflash_jax.engine import identity
 from dflash_jax.engine.check import check_state
 from dflash_jax.engine.identity import identify
 from tests.engine.test_snapshots import finish
@@ -161,3 +162,19 @@ def test_check_state_refuses_a_state_of_other_models():
     check_state(served.models, served.host, served.state)
     with pytest.raises(AssertionError, match="context_writers: its contexts were written by a DFlash 2"):
         check_state(models(OTHER), served.host, served.state)
+
+
+def test_a_fork_with_another_draft_reads_only_the_drafts_weights(monkeypatch):
+    served = midway()
+    identified = []
+
+    def counted(params, config):
+        identified.append(config)
+        return identify_one(params, config)
+
+    identify_one = identity._identify
+    monkeypatch.setattr(identity, "_identify", counted)
+    draft = load_draft(GOLDEN / OTHER, "float32")
+    forked = served.fork(draft=draft)
+    assert identified == [draft.config]
+    assert forked.host.models == identify(forked.models)

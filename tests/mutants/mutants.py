@@ -870,8 +870,56 @@ _OF_HYBRID_MODELS = (
     ),
 )
 
+_REFUSED = "tests/engine/test_host_time.py::test_a_request_without_pages_is_"
+
+_OF_THE_HOST = (
+    Mutant(
+        "look the pages of a refused request up at every step",
+        (("engine/admit.py", " and not _is_refused(host):", ":"),),
+        _REFUSED + "looked_up_again_only_when_pages_were_freed_or_cached",
+        r"assert len\(looked\) == 1",
+    ),
+    Mutant(
+        "refuse a request still when pages were freed",
+        (("engine/admit.py", "        and refusal.releases == host.pool.releases\n", ""),),
+        _REFUSED + "looked_up_again_only_when_pages_were_freed_or_cached",
+        r"assert len\(looked\) == 2",
+    ),
+    Mutant(
+        "refuse a request still when the next page of its prompt is known",
+        (("engine/admit.py", "        and refusal.missing not in host.pool.page_of\n", ""),),
+        _REFUSED + "admitted_as_soon_as_another_has_cached_enough_of_its_prompt",
+        r"it waits for pages that it could share",
+    ),
+    Mutant(
+        "identify the target again for another draft",
+        (("engine/forks.py", "        target=run.identity.target,\n", ""),),
+        "tests/engine/test_identity.py::test_a_fork_with_another_draft_reads_only_the_drafts_weights",
+        r"assert",
+    ),
+    Mutant(
+        "hash a request's pages again at every step",
+        (
+            (
+                "engine/absorb.py",
+                "dataclasses.replace(sequence, published=full)",
+                "dataclasses.replace(sequence, published=full, hashes=type(sequence.hashes)())",
+            ),
+        ),
+        "tests/engine/test_host_time.py::test_a_context_is_hashed_once",
+        r"assert",
+    ),
+    Mutant(
+        "publish a page before it is full",
+        (("engine/absorb.py", "        full = sequence.position // size\n", "        full = len(sequence.pages)\n"),),
+        _SITUATIONS + "test_a_shared_beginning_drafts_the_same_blocks_cold_and_warm[2]",
+        r"assert|violated|pages_",
+    ),
+)
+
 MUTANTS = (
     *_OF_GOLDEN_PAIRS,
+    *_OF_THE_HOST,
     *_OF_HYBRIDS,
     *_OF_HYBRID_MODELS,
     *_OF_JOBS,
