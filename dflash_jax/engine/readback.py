@@ -19,6 +19,9 @@ def as_array(report: Report) -> Int[Array, "*rounds rows numbers"]:
     single = [getattr(report, name)[..., None].astype(jnp.int32) for name in (*_NUMBERS, *_FLAGS)]
     return jnp.concatenate([report.tokens, report.drafts, report.bins, *single], axis=-1)
 
+
+def report_of(numbers: Int[np.ndarray, "*rounds rows numbers"], drafts: int) -> Report:
+    """The report that `as_array` was given, of rounds with so many drafts; its fields are views of the array."""
     tokens = numbers.shape[-1] - 2 * drafts - len(_NUMBERS) - len(_FLAGS)
     single = np.moveaxis(numbers[..., tokens + 2 * drafts :], -1, 0)
     fields: dict[str, Any] = {

@@ -124,11 +124,9 @@ class Runner:
             )
         if self.donate and device is not before:
             mark_donated(before)
-        reports = (
-            None if numbers is None else report_of(np.asarray(numbers), drafts)
-            for numbers, drafts in ((prefilled, 0), (decoded, plan.drafts))
-        )
-        return device, StepReport(*reports, seconds=self._time(plan, begin))
+        chunks = None if prefilled is None else report_of(np.asarray(prefilled), 0)
+        rounds = None if decoded is None else report_of(np.asarray(decoded), plan.drafts)
+        return device, StepReport(chunks, rounds, self._time(plan, begin))
 
     def _time(self, plan: Plan, begin: float) -> float | None:
         """Seconds since `begin`, if they are those of a plan's rounds and of nothing else."""
