@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 
 import jax
+import numpy as np
 
 from dflash_jax.engine.absorb import absorb
 from dflash_jax.engine.host import HostState
@@ -16,7 +17,7 @@ from dflash_jax.engine.output import Update
 from dflash_jax.engine.plan import Plan, make_plan
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
-from dflash_jax.engine.state import EngineState, Models, mark_donated
+from dflash_jax.engine.state import EngineState, Models, Rows, mark_donated
 from dflash_jax.engine.steps import Report, prefill, run_rounds
 from dflash_jax.kernels.dispatch import Implementation
 
@@ -94,12 +95,12 @@ class Runner:
         if plan.chunks:
             inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1])
             device, prefilled = _prefill_program(self.donate)(
-                self.models, device, inputs, implementation=self.implementation
+                self.models, _with_rows(device, plan.chunks), inputs, implementation=self.implementation
             )
         if plan.decodes:
             device, decoded = _decode_program(self.donate)(
                 self.models,
-                device,
+                _with_rows(device, plan.decodes),
                 decode_inputs(plan.decodes, plan.table_width),
                 drafts=plan.drafts,
                 rounds=plan.rounds,
@@ -113,6 +114,14 @@ class Runner:
 def place_rounds(device: EngineState, plan: Plan) -> EngineState:
     """The device state that `run_round` can be applied to for a plan's rounds: its rows, with their new pages."""
     return give_pages(device, decode_inputs(plan.decodes, plan.table_width))
+
+
+def _with_rows(device: EngineState, rows: tuple) -> EngineState:
+    """The state with as many rows as the step has, which gives them their slots.
+
+    With those of the step before it, each pair of counts would be compiled for itself.
+    """
+    return device.replace(rows=Rows(np.full(len(rows), -1, np.int32)))
 
 
 def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, implementation):
