@@ -20,6 +20,7 @@ from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
 from dflash_jax.engine.state import EngineState, Models, Rows, mark_donated
 from dflash_jax.engine.steps import Report, prefill, run_rounds
 from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.programs import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +145,12 @@ def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, *, dr
 
 
 @functools.cache
-def _prefill_program(donate: bool) -> Callable:
-    donated = ("state",) if donate else ()
-    return jax.jit(_run_chunks, static_argnames=("implementation",), donate_argnames=donated)
+def _prefill_program(donate: bool) -> Program:
+    return Program(_run_chunks, static=("implementation",), donate=("state",) if donate else ())
 
 
 @functools.cache
-def _decode_program(donate: bool) -> Callable:
-    donated = ("state",) if donate else ()
-    return jax.jit(_run_decodes, static_argnames=("drafts", "rounds", "implementation"), donate_argnames=donated)
+def _decode_program(donate: bool) -> Program:
+    return Program(
+        _run_decodes, static=("drafts", "rounds", "implementation"), donate=("state",) if donate else ()
+    )

@@ -106,6 +106,16 @@ def default() -> Implementation:
     return "xla"
 
 
+def register_custom_calls(implementation: Implementation | None) -> None:
+    """Makes XLA know the functions of an implementation's kernels, as tracing them does."""
+    wanted = implementation or default()
+    for modules in _MODULES.values():
+        if wanted in modules:
+            _load(modules[wanted])
+    if wanted == "native":
+        _load("native").available()
+
+
 def _load(module: str) -> Any:
     """Imports an implementation when it is first chosen: a CPU has no use for kernels of GPUs."""
     return importlib.import_module(f"dflash_jax.kernels.{module}")
