@@ -186,34 +186,39 @@ def sources_changed() -> bool:
 
 
 def altered() -> str | None:
-    """What in this package is not its own, as after a patch or a registration by somebody's code; None if nothing is.
+    """What in this package's modules is somebody else's, as after a patch or a registration; None if nothing is.
 
-    Another package's or a notebook's functions may change from run to run without its name.
+    A notebook's function may be another one in the next run, and its name would not say so.
     """
     for name, module in list(sys.modules.items()):
-        if module is None or name.partition(".")[0] != "dflash_jax":
-            continue
-        for attribute, value in list(vars(module).items()):
-            if not attribute.startswith("__") and (owner := _foreign(value, depth=2)) is not None:
-                return f"{name}.{attribute} is of {owner}"
+        if name.startswith("dflash_jax.") and module is not None:
+            for attribute, value in list(vars(module).items()):
+                if not attribute.startswith("__") and (owner := _foreign(value)) is not None:
+                    return f"{name}.{attribute} is of {owner}"
     return None
 
 
-def _foreign(value: Any, depth: int) -> str | None:
-    if isinstance(value, types.FunctionType | type):
-        owner = str(value.__module__)
-        if owner.partition(".")[0] not in _TRUSTED:
+_known: dict[int, Any] = {}
+"""Values that were looked at, by identity."""
+
+
+def _foreign(value: Any) -> str | None:
+    """The module that a value is of, or something in it, if that is not to be trusted."""
+    if isinstance(value, type):
+        own = str(value.__module__).startswith("dflash_jax.")
+        inside = [part for part in list(vars(value).values()) if isinstance(part, types.FunctionType)] if own else []
+    else:
+        inside = list(value.values()) if isinstance(value, dict) else []
+    for part in inside:
+        if not isinstance(part, dict) and (owner := _foreign(part)) is not None:
             return owner
-        if isinstance(value, type) and depth > 1 and owner.startswith("dflash_jax."):
-            functions = (part for part in list(vars(value).values()) if isinstance(part, types.FunctionType))
-            return next((found for part in functions if (found := _foreign(part, 1)) is not None), None)
+    if id(value) in _known:
         return None
-    if isinstance(value, dict) and depth:
-        return next((found for part in list(value.values()) if (found := _foreign(part, depth - 1)) is not None), None)
-    if isinstance(value, types.ModuleType):
-        return None
-    owner = str(type(value).__module__)
-    return None if owner.partition(".")[0] in _TRUSTED or owner == "beartype" else owner
+    owner = str(value.__module__ if isinstance(value, types.FunctionType | type) else type(value).__module__)
+    if owner.partition(".")[0] not in _TRUSTED:
+        return owner
+    _known[id(value)] = value
+    return None
 
 
 def load(file: Path, call: Call) -> Callable | None:

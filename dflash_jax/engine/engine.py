@@ -23,7 +23,7 @@ from dflash_jax.engine.absorb import end
 from dflash_jax.engine.admission import make_request
 from dflash_jax.engine.config import EngineConfig, EngineSetup
 from dflash_jax.engine.containers import Queue
-from dflash_jax.engine.device import prepare
+from dflash_jax.engine.device import fastest_layout, prepare
 from dflash_jax.engine.device_memory import check_memory
 from dflash_jax.engine.host import NO_LIMIT, HostState, add, fallback_of, name_request, remove, restart, shift_times
 from dflash_jax.engine.init import empty_device, init_host, make_policy
@@ -140,13 +140,16 @@ class Engine:
             setup = parse(EngineSetup, values, str(config))
         else:
             setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
-        target = load_target(**setup.target.arguments(), dtype=setup.engine.dtype)
+        how: dict[str, Any] = dict(
+            dtype=setup.engine.dtype, layout=fastest_layout(jnp.dtype(setup.engine.dtype), None)
+        )
+        target = load_target(**setup.target.arguments(), **how)
         tokenizer = setup.target.configure_tokenizer(target.tokenizer)
         models = Models(target.params, target.config)
         k = max_context = None
         if setup.draft is not None:
             mask = setup.draft.mask_token_id
-            draft = load_draft(**setup.draft.arguments(), dtype=setup.engine.dtype, mask_token_id=mask)
+            draft = load_draft(**setup.draft.arguments(), **how, mask_token_id=mask)
             models = models.replace(draft=draft.params, draft_config=draft.config)
             if setup.draft.shortlist is not None:
                 tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
