@@ -33,7 +33,7 @@ from jax.experimental import serialize_executable
 import dflash_jax
 from dflash_jax.compile_cache import own_cache
 from dflash_jax.files import private_directory, read_private, replace_file
-from dflash_jax.kernels.dispatch import register_custom_calls
+from dflash_jax.kernels.dispatch import default, register_custom_calls
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,16 @@ _MOST_FILES = 512
 
 _TRUSTED = {"dflash_jax", "jax", "jaxlib", "jaxtyping", "flax", "numpy", "ml_dtypes", "chex", "optax", "orbax", "gguf"}
 _TRUSTED |= {"pydantic", "pydantic_core", "rich", "typer", "yaml", "tokenizers", "transformers", "jinja2", "grain"}
-_TRUSTED |= {"typing_extensions", "huggingface_hub", "safetensors", "zstandard", "regex", "immutables", "absl", "nanobind"}
+_TRUSTED |= {
+    "typing_extensions",
+    "huggingface_hub",
+    "safetensors",
+    "zstandard",
+    "regex",
+    "immutables",
+    "absl",
+    "nanobind",
+}
 _TRUSTED |= sys.stdlib_module_names - {"unittest"}
 """Packages whose functions may be found in this package's modules, because their sources or dependencies say so."""
 
@@ -237,7 +246,7 @@ def load(file: Path, call: Call) -> Callable | None:
         executable, in_tree, out_tree = pickle.loads(zlib.decompress(payload))
         if in_tree != jax.tree.structure((call.args, {})):
             raise ValueError("it is of other arguments")
-        register_custom_calls(call.static.get("implementation"))
+        register_custom_calls(call.static.get("implementation") or default())
         found = serialize_executable.deserialize_and_load(
             executable, in_tree, out_tree, execution_devices=_devices(call)
         )

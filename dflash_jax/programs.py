@@ -129,19 +129,23 @@ def clear_programs() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """A program for some arguments."""
+class Bound:
+    """A program with the arguments that it is to be compiled for, or called with."""
 
     program: Program
     args: tuple
     static: dict[str, Any]
 
+    def __call__(self) -> Any:
+        """The program's result."""
+        return self.program(*self.args, **self.static)
+
     def make(self) -> _Source:
-        """Compiles it, if need be."""
+        """Compiles it, if need be, and runs nothing."""
         return self.program.make(*self.args, **self.static)
 
 
-def prepare(wanted: Sequence[Wanted], threads: int | None = None) -> None:
+def prepare(wanted: Sequence[Bound], threads: int | None = None) -> None:
     """Compiles programs, or loads those that are kept, several at once, so that they are there when they are called.
 
     Args:
@@ -153,7 +157,7 @@ def prepare(wanted: Sequence[Wanted], threads: int | None = None) -> None:
     """
     settings = trace_context()
 
-    def make(one: Wanted) -> tuple[_Source | None, float]:
+    def make(one: Bound) -> tuple[_Source | None, float]:
         begin = time.perf_counter()
         # A thread does not inherit the settings of the one that waits for it.
         source = one.make() if trace_context() == settings else None
@@ -174,9 +178,7 @@ def prepare(wanted: Sequence[Wanted], threads: int | None = None) -> None:
 
 
 def _record_made(program: Program, seconds: float, cached: bool) -> None:
-    jax.monitoring.record_event(
-        MADE, fun_name=program.name, milliseconds=round(1e3 * seconds), cached=int(cached)
-    )
+    jax.monitoring.record_event(MADE, fun_name=program.name, milliseconds=round(1e3 * seconds), cached=int(cached))
 
 
 @contextlib.contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from dflash_jax.checkpoints import orbax_io, quantised
 from dflash_jax.checkpoints.gguf_config import check_metadata, gguf_target_config, gguf_target_tensors
@@ -25,6 +27,8 @@ from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.weights import DraftParams, TargetParams
 
 _log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +78,30 @@ def load_target(
         metadata, stored = open_gguf(source)
         metadata = check_metadata(metadata, source)
         config = gguf_target_config(metadata, stored, source, rope_scaling=rope_scaling)
-        params = assemble(config, gguf_target_tensors(stored, config), source, dtype, layout)
-        return LoadedTarget(config, cast(TargetParams, params), read_tokenizer(metadata, source), source)
+        with _meanwhile(lambda: read_tokenizer(metadata, source)) as reading:
+            params = assemble(config, gguf_target_tensors(stored, config), source, dtype, layout)
+        return LoadedTarget(config, cast(TargetParams, params), reading.result(), source)
     config = read_target_config(source, rope_scaling)
-    if orbax_io.is_checkpoint(source):
-        params = orbax_io.restore_arrays(source, config, dtype)
-    else:
-        tensors = named_tensors(config, quantised.open_weights(source))
-        params = assemble(config, tensors, source, dtype, layout)
-    check_tokenizer_config(source)
-    tokenizer = load_tokenizer(source)
+    with _meanwhile(lambda: _read_tokenizer(source)) as reading:
+        if orbax_io.is_checkpoint(source):
+            params = orbax_io.restore_arrays(source, config, dtype)
+        else:
+            tensors = named_tensors(config, quantised.open_weights(source))
+            params = assemble(config, tensors, source, dtype, layout)
+    tokenizer = reading.result()
     return LoadedTarget(_with_end(config, tokenizer, source), cast(TargetParams, params), tokenizer, source)
+
+
+def _read_tokenizer(directory: Path) -> Tokenizer | None:
+    check_tokenizer_config(directory)
+    return load_tokenizer(directory)
+
+
+@contextlib.contextmanager
+def _meanwhile(work: Callable[[], _Result]) -> Iterator[Future[_Result]]:
+    """Does something in another thread while the block runs, and has done it when the block has ended."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(work)
 
 
 def load_draft(

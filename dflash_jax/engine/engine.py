@@ -33,6 +33,7 @@ from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.engine.run import Runner, step
 from dflash_jax.engine.state import EngineState, Models, is_donated
+from dflash_jax.engine.warmup import possible_plans
 from dflash_jax.errors import CheckpointError, RequestError, StateError, quote
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.lm_head import make_shortlist
@@ -134,15 +135,14 @@ class Engine:
         Raises:
           ConfigError, CheckpointError: it cannot be done; the message says why.
         """
+        enable_compile_cache()
         if isinstance(config, str | Path):
             # A job's file will do: what it says beyond the engine is for the job.
             values = {name: value for name, value in read_settings(config).items() if name not in _JOB_SECTIONS}
             setup = parse(EngineSetup, values, str(config))
         else:
             setup = config if isinstance(config, EngineSetup) else parse(EngineSetup, config, "config")
-        how: dict[str, Any] = dict(
-            dtype=setup.engine.dtype, layout=fastest_layout(jnp.dtype(setup.engine.dtype), None)
-        )
+        how: dict[str, Any] = dict(dtype=setup.engine.dtype, layout=fastest_layout(jnp.dtype(setup.engine.dtype), None))
         target = load_target(**setup.target.arguments(), **how)
         tokenizer = setup.target.configure_tokenizer(target.tokenizer)
         models = Models(target.params, target.config)
@@ -159,7 +159,24 @@ class Engine:
         check_memory(models, sizes)
         engine = cls(models, sizes, tokenizer=tokenizer, k=k, max_context=max_context, clock=clock)
         engine.setup = setup
+        if setup.engine.warmup:
+            engine.warmup()
         return engine
+
+    def warmup(self, *, requests: int | None = None, plain: int = 0) -> None:
+        """Compiles what requests will need, or loads it where it is kept, several programs at once.
+
+        Without it each program is compiled when it is first needed, which no figure of a completion contains either,
+        if the clock stands still while programs are compiled (`CompileWatch.clock`).
+
+        Args:
+          requests: how many will be in flight at once, at most; as many as there are slots by default.
+          plain: how many, at most, when all in flight decode without drafting.
+        """
+        with self._lock:
+            page_size = self.host.pool.page_size
+            plans = possible_plans(self.host.policy, page_size, requests=requests, plain=plain)
+            self._run.prepare(self.state, plans)
 
     # Requests in and out.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
 from dflash_jax.engine.state import EngineState, Models, Rows, mark_donated
 from dflash_jax.engine.steps import Report, prefill, run_rounds
 from dflash_jax.kernels.dispatch import Implementation
-from dflash_jax.programs import Program
+from dflash_jax.programs import Bound, Program, prepare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,22 +94,34 @@ class Runner:
         """
         before, prefilled, decoded = device, None, None
         if plan.chunks:
-            inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1])
-            device, prefilled = _prefill_program(self.donate)(
-                self.models, _with_rows(device, plan.chunks), inputs, implementation=self.implementation
-            )
+            device, prefilled = self._prefill(device, plan)()
         if plan.decodes:
-            device, decoded = _decode_program(self.donate)(
-                self.models,
-                _with_rows(device, plan.decodes),
-                decode_inputs(plan.decodes, plan.table_width),
-                drafts=plan.drafts,
-                rounds=plan.rounds,
-                implementation=self.implementation,
-            )
+            device, decoded = self._decode(device, plan)()
         if self.donate and device is not before:
             mark_donated(before)
         return device, StepReport(*jax.device_get((prefilled, decoded)))
+
+    def prepare(self, device: EngineState, plans: Sequence[Plan]) -> None:
+        """Compiles, several programs at once, what plans of these shapes need; what is compiled is let be."""
+        wanted = [self._prefill(device, plan) for plan in plans if plan.chunks]
+        wanted += [self._decode(device, plan) for plan in plans if plan.decodes]
+        prepare(wanted)
+
+    def _prefill(self, device: EngineState, plan: Plan) -> Bound:
+        inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1])
+        return Bound(
+            _prefill_program(self.donate),
+            (self.models, _with_rows(device, plan.chunks), inputs),
+            {"implementation": self.implementation},
+        )
+
+    def _decode(self, device: EngineState, plan: Plan) -> Bound:
+        inputs = decode_inputs(plan.decodes, plan.table_width)
+        return Bound(
+            _decode_program(self.donate),
+            (self.models, _with_rows(device, plan.decodes), inputs),
+            {"drafts": plan.drafts, "rounds": plan.rounds, "implementation": self.implementation},
+        )
 
 
 def place_rounds(device: EngineState, plan: Plan) -> EngineState:
@@ -151,6 +163,4 @@ def _prefill_program(donate: bool) -> Program:
 
 @functools.cache
 def _decode_program(donate: bool) -> Program:
-    return Program(
-        _run_decodes, static=("drafts", "rounds", "implementation"), donate=("state",) if donate else ()
-    )
+    return Program(_run_decodes, static=("drafts", "rounds", "implementation"), donate=("state",) if donate else ())

@@ -106,14 +106,16 @@ def default() -> Implementation:
     return "xla"
 
 
-def register_custom_calls(implementation: Implementation | None) -> None:
-    """Makes XLA know the functions of an implementation's kernels, as tracing them does."""
-    wanted = implementation or default()
-    for modules in _MODULES.values():
-        if wanted in modules:
-            _load(modules[wanted])
-    if wanted == "native":
+@functools.cache
+def register_custom_calls(implementation: Implementation) -> None:
+    """Makes XLA know the functions that compiled kernels of an implementation call, as tracing them does."""
+    if implementation == "native":
+        # What calls them is imported when it is traced.
         _load("native").available()
+    elif implementation == "mosaic_gpu":
+        for modules in _MODULES.values():
+            if implementation in modules:
+                _load(modules[implementation])
 
 
 def _load(module: str) -> Any:
