@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from dflash_jax.acceptance import total_acceptance
 from dflash_jax.compiling import CompileWatch
 from dflash_jax.engine import Completion, Engine
 from dflash_jax.errors import ConfigError, DflashError, InvariantError, RequestError, cut
@@ -29,6 +30,9 @@ from dflash_jax.signals import Stop
 
 _AHEAD = 2
 """Requests handed to the engine, in multiples of its slots: enough that no slot waits for a line to be read."""
+
+_COMPARISON = 0.1
+"""What the comparison with plain decoding may take, over what the answers took."""
 
 
 def run_job(
@@ -170,8 +174,14 @@ class _Job:
 
     def _compare(self) -> dict[str, Any]:
         self._console.doing("comparing with plain decoding")
-        limit = self._config.report.compare_tokens
-        return compare_plain(self._loaded(), self._sample, max_tokens=limit, clock=self._watch.clock)
+        return compare_plain(
+            self._loaded(),
+            self._sample,
+            max_tokens=self._config.report.compare_tokens,
+            clock=self._watch.clock,
+            seconds=_COMPARISON * self._seconds,
+            acceptance=total_acceptance(result.get("metrics") or {} for result in self._output.results()),
+        )
 
     def save(self, status: str, comparison: dict[str, Any] | None = None, reason: str | None = None) -> dict[str, Any]:
         """Writes the summary as of now, and returns it."""
