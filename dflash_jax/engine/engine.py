@@ -32,6 +32,7 @@ from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.engine.run import Runner, step
 from dflash_jax.engine.state import EngineState, Models, is_donated
+from dflash_jax.engine.warmup import possible_plans
 from dflash_jax.errors import CheckpointError, RequestError, StateError, quote
 from dflash_jax.kernels.dispatch import Implementation
 
@@ -123,10 +124,28 @@ class Engine:
         Raises:
           ConfigError, CheckpointError: it cannot be done; the message says why.
         """
+        enable_compile_cache()
         setup = read_setup(config)
         engine = cls(**load(setup), clock=clock)
         engine.setup = setup
+        if setup.engine.warmup:
+            engine.warmup()
         return engine
+
+    def warmup(self, *, requests: int | None = None, plain: int = 0) -> None:
+        """Compiles what requests will need, or loads it where it is kept, several programs at once.
+
+        Without it each program is compiled when it is first needed, which no figure of a completion contains either,
+        if the clock stands still while programs are compiled (`CompileWatch.clock`).
+
+        Args:
+          requests: how many will be in flight at once, at most; as many as there are slots by default.
+          plain: how many, at most, when all in flight decode without drafting.
+        """
+        with self._lock:
+            page_size = self.host.pool.page_size
+            plans = possible_plans(self.host.policy, page_size, requests=requests, plain=plain)
+            self._run.prepare(self.state, plans)
 
     # Requests in and out.
 

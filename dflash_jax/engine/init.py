@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import jax
+
 from dflash_jax.engine.checkpoints import empty_checkpoints
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.host import NO_LIMIT, HostState, Policy
@@ -44,7 +46,7 @@ def init_host(config: EngineConfig, policy: Policy, identity: ModelsIdentity, ta
 
 def empty_device(models: Models, config: EngineConfig, rows: int = 1) -> EngineState:
     """The device's half, without requests."""
-    return init_state(
+    return _init_state(
         models,
         rows=rows,
         slots=config.max_slots,
@@ -53,6 +55,12 @@ def empty_device(models: Models, config: EngineConfig, rows: int = 1) -> EngineS
         max_model_len=config.max_model_len,
         checkpoints=config.kept_states,
     )
+
+
+# One program in place of one for each shape.
+_init_state = jax.jit(
+    init_state, static_argnames=("rows", "slots", "num_pages", "page_size", "max_model_len", "checkpoints")
+)
 
 
 def make_policy(models: Models, config: EngineConfig, k: int | None, draft_limit: int) -> Policy:

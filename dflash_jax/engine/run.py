@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -18,9 +18,10 @@ from dflash_jax.engine.plan import Plan, make_plan
 from dflash_jax.engine.readback import as_array, report_of
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
-from dflash_jax.engine.state import EngineState, Models, mark_donated
+from dflash_jax.engine.state import EngineState, Models, Rows, mark_donated
 from dflash_jax.engine.steps import Report, prefill, run_rounds
 from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.programs import Bound, Program, prepare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,28 +104,48 @@ class Runner:
         """
         before, prefilled, decoded = device, None, None
         if plan.chunks:
-            inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1])
-            device, prefilled = _prefill_program(self.donate)(
-                self.models, device, inputs, implementation=self.implementation
-            )
+            device, prefilled = self._prefill(device, plan)()
         if plan.decodes:
-            device, decoded = _decode_program(self.donate)(
-                self.models,
-                device,
-                decode_inputs(plan.decodes, plan.table_width),
-                drafts=plan.drafts,
-                rounds=plan.rounds,
-                implementation=self.implementation,
-            )
+            device, decoded = self._decode(device, plan)()
         if self.donate and device is not before:
             mark_donated(before)
         reports = (None if numbers is None else report_of(np.asarray(numbers)) for numbers in (prefilled, decoded))
         return device, StepReport(*reports)
 
+    def prepare(self, device: EngineState, plans: Sequence[Plan]) -> None:
+        """Compiles, several programs at once, what plans of these shapes need; what is compiled is let be."""
+        wanted = [self._prefill(device, plan) for plan in plans if plan.chunks]
+        wanted += [self._decode(device, plan) for plan in plans if plan.decodes]
+        prepare(wanted)
+
+    def _prefill(self, device: EngineState, plan: Plan) -> Bound:
+        inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1])
+        return Bound(
+            _prefill_program(self.donate),
+            (self.models, _with_rows(device, plan.chunks), inputs),
+            {"implementation": self.implementation},
+        )
+
+    def _decode(self, device: EngineState, plan: Plan) -> Bound:
+        inputs = decode_inputs(plan.decodes, plan.table_width)
+        return Bound(
+            _decode_program(self.donate),
+            (self.models, _with_rows(device, plan.decodes), inputs),
+            {"drafts": plan.drafts, "rounds": plan.rounds, "implementation": self.implementation},
+        )
+
 
 def place_rounds(device: EngineState, plan: Plan) -> EngineState:
     """The device state that `run_round` can be applied to for a plan's rounds: its rows, with their new pages."""
     return give_pages(device, decode_inputs(plan.decodes, plan.table_width))
+
+
+def _with_rows(device: EngineState, rows: tuple) -> EngineState:
+    """The state with as many rows as the step has, which gives them their slots.
+
+    With those of the step before it, each pair of counts would be compiled for itself.
+    """
+    return device.replace(rows=Rows(np.full(len(rows), -1, np.int32)))
 
 
 def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, implementation):
@@ -148,12 +169,10 @@ def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, *, dr
 
 
 @functools.cache
-def _prefill_program(donate: bool) -> Callable:
-    donated = ("state",) if donate else ()
-    return jax.jit(_run_chunks, static_argnames=("implementation",), donate_argnames=donated)
+def _prefill_program(donate: bool) -> Program:
+    return Program(_run_chunks, static=("implementation",), donate=("state",) if donate else ())
 
 
 @functools.cache
-def _decode_program(donate: bool) -> Callable:
-    donated = ("state",) if donate else ()
-    return jax.jit(_run_decodes, static_argnames=("drafts", "rounds", "implementation"), donate_argnames=donated)
+def _decode_program(donate: bool) -> Program:
+    return Program(_run_decodes, static=("drafts", "rounds", "implementation"), donate=("state",) if donate else ())

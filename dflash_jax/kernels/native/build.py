@@ -76,7 +76,7 @@ def computes(*dtypes: jnp.dtype) -> bool:
 @functools.cache
 def has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 itself."""
-    words = set(_machine().split())
+    words = set(machine().split())
     return not words.isdisjoint({"amx_bf16", "avx512_bf16", "bf16"})
 
 
@@ -102,7 +102,7 @@ def load() -> dict[str, Any]:
         *(file.read_text() for file in _SOURCES + _HEADERS),
         shlex.join(command),
         jax.lib.__version__,
-        _machine(),
+        machine(),
     ]
     name = _digest("\0".join(made_of).encode())
     directory = _directory()
@@ -177,7 +177,8 @@ def _compile(command: list[str]) -> None:
         raise BuildError(f"{command[0]} fails: {next((line for line in lines if 'error' in line), lines[-1])}")
 
 
-def _machine() -> str:
+@functools.cache
+def machine() -> str:
     """What the code runs on: a cache may be shared between machines and containers."""
     kinds = ("model name", "flags", "Features", "CPU part")
     try:
