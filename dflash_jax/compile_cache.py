@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from dflash_jax.files import cache_directory, private_directory
+from dflash_jax.private import cache_directory, private_directory
 
 _log = logging.getLogger(__name__)
 _CHECKED = ".checked"

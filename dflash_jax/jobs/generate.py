@@ -15,7 +15,6 @@ from dflash_jax.acceptance import total_acceptance
 from dflash_jax.compiling import CompileWatch
 from dflash_jax.engine import Completion, Engine
 from dflash_jax.errors import ConfigError, DflashError, InvariantError, RequestError, cut
-from dflash_jax.files import STDIN
 from dflash_jax.jobs import summary
 from dflash_jax.jobs.checkpoint import JobSnapshot
 from dflash_jax.jobs.compare import check_lossless, compare_plain
@@ -27,6 +26,7 @@ from dflash_jax.jobs.resume import Resumption
 from dflash_jax.jobs.source import Source
 from dflash_jax.jobs.writer import ResultFile
 from dflash_jax.signals import Stop
+from dflash_jax.streams import STDIN
 
 _AHEAD = 2
 """Requests handed to the engine, in multiples of its slots: enough that no slot waits for a line to be read."""

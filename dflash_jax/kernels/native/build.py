@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.files import cache_directory, exposure, private_directory, read_private, replace_file
 from dflash_jax.kernels.dispatch import log_once
+from dflash_jax.private import cache_directory, exposure, private_directory, read_private
+from dflash_jax.writing import replace_file
 
 _NAMES = ("matmul.cc", "attention.cc", "gated_delta.cc", "pages.cc")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
