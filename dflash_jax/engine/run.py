@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
 from dflash_jax.engine.absorb import absorb
