@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
         RequestError,
         StateError,
     )
+
+IMPORTED = time.time_ns()
+"""When this process began to import the package: what is written to its sources later is not what runs."""
 
 __all__ = [
     "CheckpointError",

@@ -143,25 +143,27 @@ def inspect(
 @_bench.command()
 def ladder(
     config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="Target, draft and engine; a job's will do.")],
-    concurrency: Annotated[str, typer.Option(help="Requests in flight, rung by rung.")] = "1,2,4,8,16,32",
+    concurrency: Annotated[str, typer.Option(help="Levels: requests in flight.")] = "1,2,4,8,16,32",
     prompt_tokens: Annotated[_Count, typer.Option(min=1, help="Length of each prompt.")] = None,
     output_tokens: Annotated[_Count, typer.Option(min=1, help="Tokens each request makes.")] = None,
-    requests_per_slot: Annotated[_Count, typer.Option(min=1, help="Requests of a rung for each slot, or more.")] = None,
+    requests_per_slot: Annotated[
+        _Count, typer.Option(min=1, help="Requests of each level for each slot, or more.")
+    ] = None,
     repeats: Annotated[_Count, typer.Option(min=1, help="Times each way is timed; the best counts.")] = None,
     seed: Annotated[_Count, typer.Option(min=0, help="Of random prompts and of sampling.")] = None,
-    out: Annotated[str, typer.Option(metavar="DIR", help="For ladder.json and ladder.png.")] = "runs/ladder",
+    out: Annotated[str, typer.Option(metavar="DIR", help="For sweep.json and sweep.png.")] = "runs/sweep",
     set_: _Set = None,
 ) -> None:
-    """Measure speculation on and off at growing concurrency; see docs/ladder.md."""
+    """Measure speculation on and off at growing concurrency; see docs/sweep.md."""
     from rich.console import Console
 
-    from dflash_jax.bench.config import load_sweep, parse_rungs
+    from dflash_jax.bench.config import load_sweep, parse_levels
     from dflash_jax.bench.report import sweep_table, write_sweep
     from dflash_jax.bench.sweep import Load, failures, run_sweep
     from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.progress import Bar
 
-    settings, rungs = load_sweep(config, set_ or ()), parse_rungs(concurrency)
+    settings, levels = load_sweep(config, set_ or ()), parse_levels(concurrency)
     enable_compile_cache()
     given = _given(
         prompt_tokens=prompt_tokens,
@@ -170,13 +172,13 @@ def ladder(
         repeats=repeats,
         seed=seed,
     )
-    with Bar("measuring", len(rungs)) as bar:
+    with Bar("measuring", len(levels)) as bar:
 
         def keep(so_far: dict[str, Any]) -> None:
             write_sweep(out, so_far)
-            bar.at(len(so_far["rungs"]))
+            bar.at(len(so_far["levels"]))
 
-        found = run_sweep(settings, rungs, Load(**given), note=bar.note, on_rung=keep)
+        found = run_sweep(settings, levels, Load(**given), note=bar.note, on_level=keep)
     figures, plot = write_sweep(out, found)
     Console(highlight=False).print(sweep_table(found))
     print(f"prompts: {found['prompts']['source']}\nfigures: {figures}\nplot: {plot}")

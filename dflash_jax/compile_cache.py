@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from dflash_jax.files import cache_directory, private_directory
+from dflash_jax.private import cache_directory, private_directory
 
 _log = logging.getLogger(__name__)
 _CHECKED = ".checked"
@@ -39,6 +39,18 @@ def enable_compile_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if _setting("jax_persistent_cache_min_compile_time_secs") == _DEFAULT_SECONDS:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def own_cache() -> Path | None:
+    """This package's cache directory, if JAX's cache of compiled programs is the one in it; None otherwise."""
+    used = _setting("jax_compilation_cache_dir")
+    if not used or not _setting("jax_enable_compilation_cache"):
+        return None
+    cache = cache_directory().absolute()
+    with contextlib.suppress(OSError):
+        if (cache / "xla").resolve(strict=True) == Path(used):
+            return cache
+    return None
 
 
 def _setting(name: str) -> Any:

@@ -10,12 +10,16 @@ from typing import Any
 
 import jax.monitoring
 
+from dflash_jax.programs import LOADING, MADE, PREPARING
+
 _PHASES = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
     "/jax/core/compile/backend_compile_duration": "compiling",
+    LOADING: "loading",
+    PREPARING: "preparing",
 }
-"""The parts of a compilation, as JAX reports when each begins and ends."""
+"""The parts of a compilation, as it is reported when each begins and ends: by JAX, and of programs kept whole."""
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -24,12 +28,13 @@ class CompileWatch:
     """Watches the compilations of the thread that makes it, from `__enter__` to `__exit__`.
 
     JAX says when it begins and when it ends to trace, lower or compile a program, or to take a compiled one from its
-    cache. The seconds are the time between; nested phases count once.
+    cache; `programs` says when it loads one that was kept whole, or waits for several that are made in other threads.
+    The seconds are the time between; nested phases count once.
 
     Attributes:
       seconds: spent on compilations that have ended.
-      programs: how many programs were compiled or taken from the cache.
-      cached: how many of them were taken from the cache.
+      programs: how many programs were compiled or taken from a cache.
+      cached: how many of them were taken from a cache.
     """
 
     def __init__(self, on_program: Callable[[str, float, bool], None] = lambda name, seconds, cached: None):
@@ -93,13 +98,20 @@ class CompileWatch:
         if not self._open:
             self.seconds += seconds
         if _PHASES[event] == "compiling":
-            self.programs += 1
-            self.cached += self._hit
             hit, self._hit = self._hit, False
-            self._on_program(program, seconds + self._traced.pop(program, 0.0), hit)
-        elif not self._open:
+            self._made(program, seconds + self._traced.pop(program, 0.0), hit)
+        elif not self._open and _PHASES[event] in ("tracing", "lowering"):
             self._traced[program] = self._traced.get(program, 0.0) + seconds
 
     def _happens(self, event: str, **facts: Any) -> None:
-        if event == _CACHE_HIT and threading.get_ident() == self._thread:
+        if threading.get_ident() != self._thread:
+            return
+        if event == _CACHE_HIT:
             self._hit = True
+        elif event == MADE:
+            self._made(str(facts["fun_name"]), facts["milliseconds"] / 1e3, bool(facts["cached"]))
+
+    def _made(self, program: str, seconds: float, cached: bool) -> None:
+        self.programs += 1
+        self.cached += cached
+        self._on_program(program, seconds, cached)

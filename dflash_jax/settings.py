@@ -12,7 +12,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from dflash_jax.errors import ConfigError, cut, quote
-from dflash_jax.files import STDIN, open_stream
+from dflash_jax.streams import STDIN, open_stream
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

@@ -38,7 +38,7 @@ class SweepConfig(EngineSetup):
         return SamplingParams().override(self.sampling)
 
     def with_slots(self, slots: int) -> EngineSetup:
-        """The engine of a rung: a pool that fits its slots, no prefix cache, and requests that fail one by one."""
+        """The engine of a level: a pool that fits its slots, no prefix cache, and requests that fail one by one."""
         sizes = {"max_slots": slots, "num_pages": None, "prefix_cache": False, "strict": False}
         return EngineSetup(target=self.target, draft=self.draft, engine=self.engine.model_copy(update=sizes))
 
@@ -68,16 +68,16 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
     return config
 
 
-def parse_rungs(text: str) -> tuple[int, ...]:
-    """The rungs of `1,2,4`.
+def parse_levels(text: str) -> tuple[int, ...]:
+    """The levels of `1,2,4`.
 
     Raises:
       ConfigError: it is no list of positive integers.
     """
     try:
-        rungs = tuple(int(part) for part in text.split(","))
+        levels = tuple(int(part) for part in text.split(","))
     except ValueError:
-        rungs = ()
-    if not rungs or min(rungs) < 1 or max(rungs) > _MOST:
+        levels = ()
+    if not levels or min(levels) < 1 or max(levels) > _MOST:
         raise ConfigError(f"--concurrency is {quote(text)}; it must be positive integers such as 1,2,4,8")
-    return rungs
+    return levels

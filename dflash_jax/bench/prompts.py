@@ -14,7 +14,7 @@ from dflash_jax.errors import ConfigError, RequestError
 from dflash_jax.jobs.reader import Item, read_items
 
 _DISTINCT = 8
-"""Prompts that differ; the lowest rung runs each of them."""
+"""Prompts that differ; the lowest level runs each of them."""
 
 
 @dataclasses.dataclass(frozen=True)

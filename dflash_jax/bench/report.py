@@ -12,17 +12,17 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from dflash_jax.errors import ConfigError, quote
-from dflash_jax.files import replace_file, replacing
+from dflash_jax.writing import replace_file, replacing
 
 
 def write_sweep(directory: str | Path, found: Mapping[str, Any]) -> tuple[Path, Path]:
-    """Writes `ladder.json` and `ladder.png` in place of earlier ones, and returns their paths.
+    """Writes `sweep.json` and `sweep.png` in place of earlier ones, and returns their paths.
 
     Raises:
       ConfigError: they cannot be written.
     """
     directory = Path(directory)
-    figures, plot = directory / "ladder.json", directory / "ladder.png"
+    figures, plot = directory / "sweep.json", directory / "sweep.png"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         replace_file(figures, json.dumps(found, indent=2, ensure_ascii=False) + "\n")
@@ -35,18 +35,18 @@ def write_sweep(directory: str | Path, found: Mapping[str, Any]) -> tuple[Path, 
 
 
 def sweep_table(found: Mapping[str, Any]) -> Table:
-    """A row for each rung. Times are medians; in `a / b`, a is with speculation and b without."""
+    """A row for each level. Times are medians; in `a / b`, a is with speculation and b without."""
     title = f"k = {found['k']}, {found['prompts']['tokens']} + {found['output_tokens']} tokens; with / without"
     table = Table(title=title, padding=(0, 0))
     for name in ("slots", "tokens/s", "ratio", "TPOT ms", "TTFT ms", "accepted", "tok/round", "done", "failed"):
         table.add_column(name, justify="right")
-    for rung in found["rungs"]:
-        on, off = rung["on"], rung["off"]
+    for level in found["levels"]:
+        on, off = level["on"], level["off"]
         accepted, length = on["accept_rate"], on["mean_acceptance_length"]
         table.add_row(
-            str(rung["concurrency"]),
+            str(level["concurrency"]),
             f"{on['output_tokens_per_s']:,.0f}/{off['output_tokens_per_s']:,.0f}",
-            f"{rung['ratio']:.2f}",
+            f"{level['ratio']:.2f}",
             *(f"{_milliseconds(on[name])}/{_milliseconds(off[name])}" for name in ("tpot_s", "ttft_s")),
             "-" if accepted is None else f"{accepted:.4f}",
             "-" if length is None else f"{length:.3f}",
@@ -58,18 +58,18 @@ def sweep_table(found: Mapping[str, Any]) -> Table:
 
 def plot_sweep(found: Mapping[str, Any]) -> Figure:
     """Throughput both ways, their ratio, and acceptance, over concurrency."""
-    rungs = found["rungs"]
-    slots = [rung["concurrency"] for rung in rungs]
+    levels = found["levels"]
+    slots = [level["concurrency"] for level in levels]
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     speed, ratio, acceptance = figure.subplots(1, 3)
     for way, label in (("on", "with speculation"), ("off", "without")):
-        speed.plot(slots, [rung[way]["output_tokens_per_s"] for rung in rungs], marker="o", label=label)
+        speed.plot(slots, [level[way]["output_tokens_per_s"] for level in levels], marker="o", label=label)
     speed.set(title="output tokens per second", ylim=(0, None))
     speed.legend()
-    ratio.plot(slots, [rung["ratio"] for rung in rungs], marker="o")
+    ratio.plot(slots, [level["ratio"] for level in levels], marker="o")
     ratio.axhline(1, color="grey", linewidth=1)
     ratio.set(title="on / off", ylim=(0, None))
-    lengths = [rung["on"]["mean_acceptance_length"] or 1 for rung in rungs]
+    lengths = [level["on"]["mean_acceptance_length"] or 1 for level in levels]
     acceptance.plot(slots, lengths, marker="o")
     acceptance.set(title="mean acceptance length", ylim=(0, 1 + found["k"]))
     for axes in (speed, ratio, acceptance):

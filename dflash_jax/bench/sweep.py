@@ -20,12 +20,12 @@ from dflash_jax.jobs.summary import versions
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The load of every rung.
+    """The load of every level.
 
     Attributes:
       prompt_tokens, output_tokens: of each request, exactly.
-      requests_per_slot: requests for each slot of a rung, at least.
-      repeats: times that a rung's requests are timed, each way.
+      requests_per_slot: requests for each slot of a level, at least.
+      repeats: times that a level's requests are timed, each way.
       seed: of random prompts, and of the sampling.
     """
 
@@ -50,26 +50,26 @@ def run_sweep(
     load: Load,
     *,
     note: Callable[[str], None] = lambda text: None,
-    on_rung: Callable[[dict[str, Any]], object] = lambda found: None,
+    on_level: Callable[[dict[str, Any]], object] = lambda found: None,
 ) -> dict[str, Any]:
     """Runs a load at each concurrency in turn.
 
-    A rung is an engine of its own with as many slots, for each way: the plain one has no draft at all, as
-    a user without speculation would run it. As many requests are in flight at any time, a new one taking
-    the place of each that finishes. Every rung runs every prompt equally often, so that the rungs'
-    acceptance can be compared. The load is run once to compile all that it needs, then `repeats` times
-    in turns; the best time counts, being the least disturbed.
+    At each of them, a level of the sweep, there is an engine with as many slots for each way: the plain one
+    has no draft at all, as a user without speculation would run it. As many requests are in flight at any
+    time, a new one taking the place of each that finishes. Every level runs every prompt equally often, so
+    that the levels' acceptance can be compared. The load is run once to compile all that it needs, then
+    `repeats` times in turns; the best time counts, being the least disturbed.
 
     Args:
       config: the models and the engine; `max_slots`, `num_pages`, `prefix_cache` and `strict` are the sweep's.
-      concurrency: the rungs.
+      concurrency: the levels.
       load: the requests.
       note: called with a line of progress.
-      on_rung: is given, after each rung, what is returned at the end with the rungs so far.
+      on_level: is given, after each level, what is returned at the end with the levels so far.
 
     Returns:
-      Plain values: what was run, and `rungs`, each with `on`, `off` (see `figures`) and `ratio`. `status` is "finished"
-      when all rungs are there, and "running" before.
+      Plain values: what was run, and `levels`, each with `on`, `off` (see `figures`) and `ratio`. `status` is
+      "finished" when all levels are there, and "running" before.
 
     Raises:
       ConfigError, CheckpointError: it cannot be run.
@@ -103,15 +103,15 @@ def run_sweep(
             "device": jax.devices()[0].device_kind,
             "versions": versions(),
             "compilation": watch.figures(),
-            "rungs": [],
+            "levels": [],
         }
         for slots in concurrency:
             whole = -(-slots * load.requests_per_slot // len(prompts.token_ids))
             note(f"{slots} in flight: compiling, then {load.repeats} runs each way")
-            rung = _rung(config, loaded, slots, prompts.token_ids * whole, sampling, load.repeats, watch)
-            found = {**found, "compilation": watch.figures(), "rungs": [*found["rungs"], rung]}
-            note(f"{slots} in flight: {rung['ratio']:.2f} times plain decoding")
-            on_rung(found)
+            level = _level(config, loaded, slots, prompts.token_ids * whole, sampling, load.repeats, watch)
+            found = {**found, "compilation": watch.figures(), "levels": [*found["levels"], level]}
+            note(f"{slots} in flight: {level['ratio']:.2f} times plain decoding")
+            on_level(found)
     return {**found, "status": "finished"}
 
 
@@ -141,10 +141,10 @@ def figures(runs: Sequence[Run], output_tokens: int) -> dict[str, Any]:
 
 def failures(found: dict[str, Any]) -> int:
     """How many requests of a sweep failed."""
-    return sum(rung[way]["failed"] for rung in found["rungs"] for way in ("on", "off"))
+    return sum(level[way]["failed"] for level in found["levels"] for way in ("on", "off"))
 
 
-def _rung(
+def _level(
     config: SweepConfig,
     loaded: Engine,
     slots: int,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from dflash_jax.checkpoints import orbax_io, quantised
 from dflash_jax.checkpoints.gguf_config import check_metadata, gguf_target_config, gguf_target_tensors
@@ -20,10 +22,13 @@ from dflash_jax.checkpoints.tensors import assemble
 from dflash_jax.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from dflash_jax.checkpoints.tokenizer_config import check_tokenizer_config
 from dflash_jax.errors import CheckpointError
+from dflash_jax.kernels.matmul import Layout
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.weights import DraftParams, TargetParams
 
 _log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +57,7 @@ def load_target(
     revision: str | None = None,
     file: str | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
+    layout: Layout = "in_out",
 ) -> LoadedTarget:
     """Loads a target.
 
@@ -61,6 +67,7 @@ def load_target(
       dtype: "float32" or "bfloat16"; the weights are cast to it.
       revision, file: as of `resolve`.
       rope_scaling: what stands in place of the checkpoint's `rope_scaling`, in the words of `config.json`.
+      layout: of the matrices, if it is no Orbax checkpoint; "in_out" to train them.
 
     Raises:
       CheckpointError: nothing there, or weights or a tokenizer that are not what the config describes.
@@ -71,17 +78,30 @@ def load_target(
         metadata, stored = open_gguf(source)
         metadata = check_metadata(metadata, source)
         config = gguf_target_config(metadata, stored, source, rope_scaling=rope_scaling)
-        params = assemble(config, gguf_target_tensors(stored, config), source, dtype)
-        return LoadedTarget(config, cast(TargetParams, params), read_tokenizer(metadata, source), source)
+        with _meanwhile(lambda: read_tokenizer(metadata, source)) as reading:
+            params = assemble(config, gguf_target_tensors(stored, config), source, dtype, layout)
+        return LoadedTarget(config, cast(TargetParams, params), reading.result(), source)
     config = read_target_config(source, rope_scaling)
-    if orbax_io.is_checkpoint(source):
-        params = orbax_io.restore_arrays(source, config, dtype)
-    else:
-        tensors = named_tensors(config, quantised.open_weights(source))
-        params = assemble(config, tensors, source, dtype)
-    check_tokenizer_config(source)
-    tokenizer = load_tokenizer(source)
+    with _meanwhile(lambda: _read_tokenizer(source)) as reading:
+        if orbax_io.is_checkpoint(source):
+            params = orbax_io.restore_arrays(source, config, dtype)
+        else:
+            tensors = named_tensors(config, quantised.open_weights(source))
+            params = assemble(config, tensors, source, dtype, layout)
+    tokenizer = reading.result()
     return LoadedTarget(_with_end(config, tokenizer, source), cast(TargetParams, params), tokenizer, source)
+
+
+def _read_tokenizer(directory: Path) -> Tokenizer | None:
+    check_tokenizer_config(directory)
+    return load_tokenizer(directory)
+
+
+@contextlib.contextmanager
+def _meanwhile(work: Callable[[], _Result]) -> Iterator[Future[_Result]]:
+    """Does something in another thread while the block runs, and has done it when the block has ended."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(work)
 
 
 def load_draft(
@@ -92,6 +112,7 @@ def load_draft(
     revision: str | None = None,
     file: str | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
+    layout: Layout = "in_out",
 ) -> LoadedDraft:
     """Loads a draft.
 
@@ -100,7 +121,7 @@ def load_draft(
       dtype: "float32" or "bfloat16"; the weights are cast to it.
       mask_token_id: the mask token, for drafts whose config does not say; it wins over one that does.
       revision, file: as of `resolve`.
-      rope_scaling: as of `load_target`.
+      rope_scaling, layout: as of `load_target`.
 
     Raises:
       CheckpointError: nothing there, or weights that are not what the config describes.
@@ -114,7 +135,7 @@ def load_draft(
         params = orbax_io.restore_arrays(source, config, dtype)
     else:
         tensors = named_tensors(config, quantised.open_weights(source))
-        params = assemble(config, tensors, source, dtype)
+        params = assemble(config, tensors, source, dtype, layout)
     return LoadedDraft(config, cast(DraftParams, params), source)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from dflash_jax.checkpoints.digests import digest, is_whole
 from dflash_jax.checkpoints.hf_config import config_fields, draft_config, is_draft, target_config
@@ -28,6 +28,13 @@ def is_checkpoint(directory: Path) -> bool:
     return (directory / _DTYPES).is_file()
 
 
+def checkpointing() -> ModuleType:
+    """orbax.checkpoint, which takes a while to import that a model from elsewhere need not wait for."""
+    import orbax.checkpoint
+
+    return orbax.checkpoint
+
+
 def save_params(directory: str | Path, config: Config, params: Params) -> Path:
     """Saves a target's or draft's params, dtypes and all.
 
@@ -43,7 +50,7 @@ def save_params(directory: str | Path, config: Config, params: Params) -> Path:
     """
     arrays = {leaf.path: param_at(params, leaf.path) for leaf in table(config)}
     with new_directory(Path(directory)) as scratch:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with checkpointing().StandardCheckpointer() as checkpointer:
             checkpointer.save(scratch / _ARRAYS, arrays)
         (scratch / "config.json").write_text(json.dumps(config_fields(config), indent=2) + "\n")
         dtypes = {path: str(array.dtype) for path, array in arrays.items()}
@@ -79,7 +86,7 @@ def restore_arrays(directory: Path, config: Config, dtype: str | None = None) ->
     _check_whole(directory)
     wanted = {leaf.path: jax.ShapeDtypeStruct(leaf.param_shape, _dtype(directory, leaf.path)) for leaf in table(config)}
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with checkpointing().StandardCheckpointer() as checkpointer:
             arrays = checkpointer.restore((directory / _ARRAYS).absolute(), wanted)
     except Exception as error:  # Orbax raises many classes, none of its own
         raise CheckpointError(f"the params in {directory} cannot be restored ({reason(error)})") from error

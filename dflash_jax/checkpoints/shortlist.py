@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dflash_jax.checkpoints.json_file import read_json
 from dflash_jax.errors import CheckpointError, quote
-from dflash_jax.files import replace_file
+from dflash_jax.writing import replace_file
 
 
 def write_shortlist(path: str | Path, tokens: Iterable[int]) -> None:

@@ -30,11 +30,11 @@ def table(config: Config) -> tuple[Leaf, ...]:
 
 
 def build_params(config: Config, arrays: Mapping[str, Any]) -> Params:
-    """Params from an array per path of the config's table."""
+    """Params from an array per path of the config's table, or a matrix; an array of one is [inputs, outputs]."""
 
     def held(keys: tuple, leaf: Leaf) -> Any:
         array = arrays[_dotted(keys)]
-        return Matrix(array) if leaf.is_matrix else array
+        return Matrix(array) if leaf.is_matrix and not isinstance(array, Matrix) else array
 
     return jax.tree_util.tree_map_with_path(held, _leaves(config))
 

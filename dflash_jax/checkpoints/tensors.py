@@ -7,18 +7,22 @@ this module knows nothing of files.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
 import ml_dtypes
 import numpy as np
 
 from dflash_jax.checkpoints.table import Config, Params, build_params, packed_tensors, param_at, table
 from dflash_jax.errors import CheckpointError, ConfigError, quote
 from dflash_jax.families.leaf import HostArray, Leaf, StoredTensor
+from dflash_jax.kernels.matmul import Layout
 from dflash_jax.models.config import TargetConfig
+from dflash_jax.models.matrix import Matrix
 
 _NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -33,7 +37,9 @@ def numpy_dtype(dtype: str) -> np.dtype:
     return _NUMPY_DTYPES[dtype]
 
 
-def assemble(config: Config, tensors: Mapping[str, StoredTensor], source: Path, dtype: str) -> Params:
+def assemble(
+    config: Config, tensors: Mapping[str, StoredTensor], source: Path, dtype: str, layout: Layout = "in_out"
+) -> Params:
     """Params of a model from its stored tensors.
 
     Args:
@@ -41,6 +47,7 @@ def assemble(config: Config, tensors: Mapping[str, StoredTensor], source: Path, 
       tensors: stored tensors by Hugging Face name.
       source: the checkpoint, for messages.
       dtype: "float32" or "bfloat16"; every weight is cast to it.
+      layout: of the matrices. Checkpoints have [outputs, inputs], so that "out_in" saves transposing them.
 
     Raises:
       CheckpointError: a tensor is missing, unexpected or misshapen, or has values that are not finite.
@@ -48,7 +55,17 @@ def assemble(config: Config, tensors: Mapping[str, StoredTensor], source: Path, 
     leaves = table(config)
     cast = numpy_dtype(dtype)
     check_tensors(config, leaves, tensors, source)
-    return build_params(config, {leaf.path: jnp.asarray(_read(leaf, tensors, cast)) for leaf in leaves})
+
+    def read(leaf: Leaf) -> jax.Array | Matrix:
+        if leaf.is_matrix and layout == "out_in":
+            return Matrix(jax.device_put(_weights(tensors[leaf.name], cast)), layout)
+        # Unlike jnp.asarray, it compiles nothing.
+        return jax.device_put(_read(leaf, tensors, cast))
+
+    # Most of the time is numpy's, which lets go of the interpreter.
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:
+        arrays = dict(zip((leaf.path for leaf in leaves), pool.map(read, leaves), strict=True))
+    return build_params(config, arrays)
 
 
 def check_tensors(config: Config, leaves: Iterable[Leaf], tensors: Mapping[str, StoredTensor], source: Path) -> None:

@@ -16,7 +16,8 @@ from pathlib import Path, PurePosixPath
 from dflash_jax.checkpoints.digests import digest, is_whole
 from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.errors import CheckpointError, quote, reason
-from dflash_jax.files import cache_directory, replace_file
+from dflash_jax.private import cache_directory
+from dflash_jax.writing import replace_file
 
 PREFIX = "wheel:"
 

@@ -142,6 +142,8 @@ class EngineConfig(Section):
       dtype: of weights and pages.
       strict: raise when an invariant is violated instead of failing the one request.
       donate: reuse the old state's memory; False keeps old states readable, for notebooks.
+      warmup: compile what requests will need when the engine is made, several programs at once; by default a job does
+        what it will need itself, and an engine in Python compiles each program when it is first needed.
     """
 
     max_slots: int = Field(default=8, ge=1, le=_MOST_SLOTS)
@@ -156,6 +158,7 @@ class EngineConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     strict: bool = False
     donate: bool = True
+    warmup: bool | None = None
 
     @field_validator("memory", mode="before")
     @classmethod

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
+
 from dflash_jax.engine.state import Models
 from dflash_jax.kernels import native
 from dflash_jax.kernels.dispatch import Implementation, default
-from dflash_jax.models.matrix import Matrix, map_matrices
+from dflash_jax.kernels.matmul import Layout
+from dflash_jax.models.matrix import map_matrices
 
 
 def prepare(models: Models, implementation: Implementation | None) -> Models:
@@ -14,9 +17,10 @@ def prepare(models: Models, implementation: Implementation | None) -> Models:
     Native code takes [outputs, inputs], which copies every matrix but a tied LM head; the other implementations take
     [inputs, outputs]. A matrix that has the layout already stays the same array.
     """
+    return map_matrices(lambda matrix: matrix.laid_out(fastest_layout(matrix.dtype, implementation)), models)
+
+
+def fastest_layout(dtype: jnp.dtype, implementation: Implementation | None) -> Layout:
+    """The layout of matrices that the implementation is fastest with."""
     for_native = (implementation or default()) == "native" and native.available()
-
-    def laid_out(matrix: Matrix) -> Matrix:
-        return matrix.laid_out("out_in" if for_native and native.computes(matrix.dtype) else "in_out")
-
-    return map_matrices(laid_out, models)
+    return "out_in" if for_native and native.computes(dtype) else "in_out"

@@ -21,10 +21,11 @@ from dflash_jax.engine.absorb import end
 from dflash_jax.engine.admission import Prompt, make_request, tokenize
 from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
 from dflash_jax.engine.containers import Queue
+from dflash_jax.engine.cost_files import CostFiles
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.forks import Draft
 from dflash_jax.engine.host import NO_LIMIT, add, name_request, remove, restart, shift_times
-from dflash_jax.engine.init import empty_device, init_host, make_policy, with_policy
+from dflash_jax.engine.init import empty_device, init_host, make_policy, with_costs, with_policy
 from dflash_jax.engine.loading import load, read_setup
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.output import Completion, Update, join_updates
@@ -32,6 +33,7 @@ from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.engine.run import Runner, step
 from dflash_jax.engine.state import EngineState, Models, is_donated
+from dflash_jax.engine.warmup import possible_plans
 from dflash_jax.errors import CheckpointError, RequestError, StateError, quote
 from dflash_jax.kernels.dispatch import Implementation
 
@@ -93,6 +95,9 @@ class Engine:
         limit = NO_LIMIT if max_context is None else max_context
         policy = make_policy(self.models, self.config, k, width, limit)
         self.host = init_host(self.config, policy, self._run.identity, models.target_config)
+        self._costs = CostFiles(implementation)
+        if self.host.experience is not None:
+            self.host = with_costs(self.host, self._costs.read(self.host))
         self.state: EngineState = empty_device(self.models, self.config)
         self._read: Reader = NO_TEXT if tokenizer is None else TextReader(tokenizer)
 
@@ -126,10 +131,26 @@ class Engine:
         Raises:
           ConfigError, CheckpointError: it cannot be done; the message says why.
         """
+        enable_compile_cache()
         setup = read_setup(config)
         engine = cls(**load(setup), clock=clock)
         engine.setup = setup
+        if setup.engine.warmup:
+            engine.warmup()
         return engine
+
+    def warmup(self, *, requests: int | None = None, plain: int = 0) -> None:
+        """Compiles what requests will need, or loads it where it is kept, several programs at once.
+
+        Without it each program is compiled when it is first needed, which no figure of a completion contains either,
+        if the clock stands still while programs are compiled (`CompileWatch.clock`).
+
+        Args:
+          requests: how many will be in flight at once, at most; as many as there are slots by default.
+          plain: how many, at most, when all in flight decode without drafting.
+        """
+        with self._lock:
+            self._run.prepare(self.state, possible_plans(self.host, requests=requests, plain=plain))
 
     # Requests in and out.
 
@@ -199,6 +220,7 @@ class Engine:
             host = dataclasses.replace(host, undelivered=join_updates(host.undelivered, updates))
             # Nothing comes between these two, an interruption from the keyboard included.
             self.host, self.state = host, state
+            self._costs.write(host)
         except BaseException:
             if is_donated(self.state):
                 self.host, self.state = restart(self.host), empty_device(self.models, self.config)

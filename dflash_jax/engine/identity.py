@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxtyping import Array, PyTree, UInt32
 from dflash_jax.engine.state import Models
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.matrix import Matrix, is_matrix
+from dflash_jax.programs import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +84,7 @@ def _checksum(leaf: Array | Matrix) -> Array:
     return _sums(leaf, transposed=False)
 
 
-@jax.jit(static_argnames=("transposed",))
+@partial(Program, static=("transposed",))
 def _sums(array: Array, *, transposed: bool) -> UInt32[Array, 2]:
     """Two sums over an array's bits, each weighted by its place, so that a value that moves changes them.
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 
+import jax
+
 from dflash_jax.engine.checkpoints import empty_checkpoints
 from dflash_jax.engine.config import EngineConfig, VerifyWidth
+from dflash_jax.engine.costs import Costs
 from dflash_jax.engine.host import NO_LIMIT, HostState, Policy
 from dflash_jax.engine.identity import ModelsIdentity, identify
 from dflash_jax.engine.memory import divide
@@ -59,6 +62,12 @@ def with_policy(host: HostState, policy: Policy) -> HostState:
     return dataclasses.replace(host, policy=policy, experience=experience)
 
 
+def with_costs(host: HostState, costs: Costs) -> HostState:
+    """The state of an engine that knows what rounds cost."""
+    assert host.experience is not None
+    return dataclasses.replace(host, experience=dataclasses.replace(host.experience, costs=costs))
+
+
 def first_experience(policy: Policy) -> Experience | None:
     """None yet; None at all where the width is fixed."""
     return inexperienced(policy.k) if policy.k and policy.width == "auto" else None
@@ -66,7 +75,7 @@ def first_experience(policy: Policy) -> Experience | None:
 
 def empty_device(models: Models, config: EngineConfig, rows: int = 1) -> EngineState:
     """The device's half, without requests."""
-    return init_state(
+    return _init_state(
         models,
         rows=rows,
         slots=config.max_slots,
@@ -75,6 +84,12 @@ def empty_device(models: Models, config: EngineConfig, rows: int = 1) -> EngineS
         max_model_len=config.max_model_len,
         checkpoints=config.kept_states,
     )
+
+
+# One program in place of one for each shape.
+_init_state = jax.jit(
+    init_state, static_argnames=("rows", "slots", "num_pages", "page_size", "max_model_len", "checkpoints")
+)
 
 
 def make_policy(

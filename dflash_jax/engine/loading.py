@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
+import jax.numpy as jnp
+
 from dflash_jax.checkpoints import Tokenizer, load_draft, load_target
 from dflash_jax.checkpoints.shortlist import read_shortlist
 from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
+from dflash_jax.engine.device import fastest_layout
 from dflash_jax.engine.device_memory import check_memory
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.state import Models
@@ -47,13 +50,14 @@ def load(setup: EngineSetup) -> Loaded:
     Raises:
       ConfigError, CheckpointError: it cannot be done; the message says why.
     """
-    target = load_target(**setup.target.arguments(), dtype=setup.engine.dtype)
+    how: dict[str, Any] = dict(dtype=setup.engine.dtype, layout=fastest_layout(jnp.dtype(setup.engine.dtype), None))
+    target = load_target(**setup.target.arguments(), **how)
     tokenizer = setup.target.configure_tokenizer(target.tokenizer)
     models = Models(target.params, target.config)
     k = width = max_context = None
     if setup.draft is not None:
         mask = setup.draft.mask_token_id
-        draft = load_draft(**setup.draft.arguments(), dtype=setup.engine.dtype, mask_token_id=mask)
+        draft = load_draft(**setup.draft.arguments(), **how, mask_token_id=mask)
         models = models.replace(draft=draft.params, draft_config=draft.config)
         if setup.draft.shortlist is not None:
             tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)

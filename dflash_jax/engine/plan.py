@@ -29,7 +29,7 @@ from dflash_jax.engine.pages import (
 )
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sequence import Sequence
-from dflash_jax.engine.width import choose_width
+from dflash_jax.engine.width import Width, choose_width, widths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +167,6 @@ def reserve(host: HostState, *, rounds: int) -> tuple[HostState, Plan]:
         decodes=_padded(decodes, policy.max_slots),
         # Nearly always the usual width, so that nearly always one program will do.
         table_width=bucket(most, pages_for(rounds * (1 + policy.k), host.pool.page_size)),
-        drafts=policy.k,
-        width=policy.width if isinstance(policy.width, int) else policy.k,
         rounds=rounds,
     )
     return host, _with_width(plan, host, decoding)
@@ -176,24 +174,26 @@ def reserve(host: HostState, *, rounds: int) -> tuple[HostState, Plan]:
 
 def _with_width(plan: Plan, host: HostState, decoding: list[Sequence]) -> Plan:
     """The plan with what its rounds draft and verify, as the policy says or as experience does."""
+    rows, k = len(plan.decodes), host.policy.k
     drafting = sum(speculates(host.policy, sequence) for sequence in decoding)
     if not drafting:
-        return dataclasses.replace(plan, drafts=0, width=0)
-    if host.experience is None:
         return plan
+    if host.experience is None:
+        return with_drafting(plan, host, widths(rows, k)[-1])
     context = context_of(sum(sequence.position for sequence in decoding) / len(decoding))
-    chosen = choose_width(
-        host.experience,
-        rows=len(plan.decodes),
-        live=len(decoding),
-        drafting=drafting,
-        drafts=plan.drafts,
-        context=context,
-    )
+    chosen = choose_width(host.experience, rows=rows, live=len(decoding), drafting=drafting, drafts=k, context=context)
+    return dataclasses.replace(with_drafting(plan, host, chosen), context=context)
+
+
+def with_drafting(plan: Plan, host: HostState, chosen: Width) -> Plan:
+    """The plan with rounds that draft and verify so many tokens."""
     if not chosen.drafts:
-        return dataclasses.replace(plan, drafts=0, width=0, context=context)
-    chance = host.experience.calibration.chance()
-    return dataclasses.replace(plan, tokens=chosen.tokens, chance=chance, context=context)
+        return plan
+    fixed = host.policy.width
+    plan = dataclasses.replace(plan, drafts=chosen.drafts, width=fixed if isinstance(fixed, int) else chosen.drafts)
+    if host.experience is None or chosen.tokens == len(plan.decodes) * (1 + chosen.drafts):
+        return plan
+    return dataclasses.replace(plan, tokens=chosen.tokens, chance=host.experience.calibration.chance())
 
 
 def _take_pages(host: HostState, tokens: int) -> tuple[HostState, dict[str, tuple[int, ...]]]:

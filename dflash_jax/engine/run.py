@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import jax
 import numpy as np
 
 from dflash_jax.engine.absorb import absorb
@@ -19,9 +18,10 @@ from dflash_jax.engine.plan import Plan, make_plan
 from dflash_jax.engine.readback import as_array, report_of
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
-from dflash_jax.engine.state import EngineState, Models, mark_donated
+from dflash_jax.engine.state import EngineState, Models, Rows, mark_donated
 from dflash_jax.engine.steps import Report, prefill, run_rounds
 from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.programs import Bound, Program, prepare
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,21 +107,9 @@ class Runner:
         """
         before, prefilled, decoded, begin = device, None, None, time.perf_counter()
         if plan.chunks:
-            inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1])
-            device, prefilled = _prefill_program(self.donate)(
-                self.models, device, inputs, implementation=self.implementation
-            )
+            device, prefilled = self._prefill(device, plan)()
         if plan.decodes:
-            device, decoded = _decode_program(self.donate)(
-                self.models,
-                device,
-                decode_inputs(plan),
-                drafts=plan.drafts,
-                width=plan.width,
-                tokens=plan.tokens,
-                rounds=plan.rounds,
-                implementation=self.implementation,
-            )
+            device, decoded = self._decode(device, plan)()
         if self.donate and device is not before:
             mark_donated(before)
         chunks = None if prefilled is None else report_of(np.asarray(prefilled), 0)
@@ -135,10 +123,40 @@ class Runner:
         self._run_before.add(program)
         return time.perf_counter() - begin if known and not plan.chunks else None
 
+    def prepare(self, device: EngineState, plans: Sequence[Plan]) -> None:
+        """Compiles, several programs at once, what plans of these shapes need; what is compiled is let be."""
+        wanted = [self._prefill(device, plan) for plan in plans if plan.chunks]
+        wanted += [self._decode(device, plan) for plan in plans if plan.decodes]
+        prepare(wanted)
+
+    def _prefill(self, device: EngineState, plan: Plan) -> Bound:
+        inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1])
+        return Bound(
+            _prefill_program(self.donate),
+            (self.models, _with_rows(device, plan.chunks), inputs),
+            {"implementation": self.implementation},
+        )
+
+    def _decode(self, device: EngineState, plan: Plan) -> Bound:
+        settings = {name: getattr(plan, name) for name in ("drafts", "width", "tokens", "rounds")}
+        return Bound(
+            _decode_program(self.donate),
+            (self.models, _with_rows(device, plan.decodes), decode_inputs(plan)),
+            {**settings, "implementation": self.implementation},
+        )
+
 
 def place_rounds(device: EngineState, plan: Plan) -> EngineState:
     """The device state that `run_round` can be applied to for a plan's rounds: its rows, with their new pages."""
     return give_pages(device, decode_inputs(plan))
+
+
+def _with_rows(device: EngineState, rows: tuple) -> EngineState:
+    """The state with as many rows as the step has, which gives them their slots.
+
+    With those of the step before it, each pair of counts would be compiled for itself.
+    """
+    return device.replace(rows=Rows(np.full(len(rows), -1, np.int32)))
 
 
 def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, implementation):
@@ -161,13 +179,11 @@ def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, **set
 
 
 @functools.cache
-def _prefill_program(donate: bool) -> Callable:
-    donated = ("state",) if donate else ()
-    return jax.jit(_run_chunks, static_argnames=("implementation",), donate_argnames=donated)
+def _prefill_program(donate: bool) -> Program:
+    return Program(_run_chunks, static=("implementation",), donate=("state",) if donate else ())
 
 
 @functools.cache
-def _decode_program(donate: bool) -> Callable:
-    donated = ("state",) if donate else ()
-    settings = ("drafts", "width", "tokens", "rounds", "implementation")
-    return jax.jit(_run_decodes, static_argnames=settings, donate_argnames=donated)
+def _decode_program(donate: bool) -> Program:
+    static = ("drafts", "width", "tokens", "rounds", "implementation")
+    return Program(_run_decodes, static=static, donate=("state",) if donate else ())

@@ -15,9 +15,9 @@ from typing import Any
 
 import immutables
 import jax
-import orbax.checkpoint as ocp
 
 from dflash_jax.checkpoints.digests import digest, is_whole
+from dflash_jax.checkpoints.orbax_io import checkpointing
 from dflash_jax.engine.checkpoints import Checkpoint, CheckpointPool
 from dflash_jax.engine.containers import Log, Queue
 from dflash_jax.engine.host import Counters, HostState, Policy
@@ -66,7 +66,7 @@ def save(directory: Path, state: EngineState, snapshot: HostSnapshot) -> None:
     staging = directory.with_name(directory.name + ".partial")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with checkpointing().StandardCheckpointer() as checkpointer:
         checkpointer.save(staging / _STATE, state)
     (staging / _HOST).write_text(json.dumps(_to_json(snapshot)), encoding="utf-8")
     files = {str(f.relative_to(staging)): digest(f) for f in sorted(staging.rglob("*")) if f.is_file()}
@@ -129,8 +129,8 @@ def load_state(directory: Path, like: EngineState) -> EngineState:
     """
     place = _find(directory).absolute() / _STATE
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        with checkpointing().StandardCheckpointer() as checkpointer:
+            abstract = jax.tree.map(checkpointing().utils.to_shape_dtype_struct, like)
             return checkpointer.restore(place, abstract)
     except MemoryError:
         raise

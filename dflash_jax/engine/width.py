@@ -66,6 +66,22 @@ def widths(rows: int, drafts: int) -> tuple[Width, ...]:
     return Width(0, rows), *some, Width(drafts, rows * (1 + drafts))
 
 
+def likely_widths(experience: Experience | None, rows: int, drafts: int) -> tuple[Width, ...]:
+    """What rounds of so many rows may run: what was run before; with no experience, and at first, all that is drafted.
+
+    Args:
+      experience: what was seen so far; None where the width is fixed.
+      rows: of the batch.
+      drafts: tokens of a drafted block; 0 for an engine that does not draft.
+    """
+    if not drafts:
+        return (Width(0, rows),)
+    options = widths(rows, drafts)
+    ran = () if experience is None else experience.costs.samples
+    known = {(kind.tokens, kind.drafting) for kind in ran if kind.rows == rows}
+    return tuple(width for width in options if width == options[-1] or (width.tokens, width.drafts > 0) in known)
+
+
 def choose_width(experience: Experience, *, rows: int, live: int, drafting: int, drafts: int, context: int) -> Width:
     """What the next round runs.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from dflash_jax.engine import Engine
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.files import replace_file
+from dflash_jax.writing import replace_file
 
 _JOB, _ENGINE = "job.json", "engine"
 

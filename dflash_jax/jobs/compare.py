@@ -14,64 +14,91 @@ from dflash_jax.jobs.reader import Item
 _PAIRS = 4
 """Ratios that are measured at least, so that their spread says something."""
 
+_FEWEST_TOKENS = 8
+"""Of each answer, however little time there is: a few rounds."""
+
 _WARM_UP_TOKENS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _Timed:
+    """A group of prompts run one way: tokens after every prompt's first, and the seconds these took."""
+
     seconds: float
+    tokens: int
     completions: list[Completion]
 
     @property
-    def tokens(self) -> int:
-        return sum(len(completion.token_ids) for completion in self.completions)
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
+    def acceptance(self) -> Acceptance:
+        return total_acceptance(completion.metrics for completion in self.completions)
 
 
 def compare_plain(
-    engine: Engine, items: Sequence[Item], *, max_tokens: int | None, clock: Callable[[], float]
+    engine: Engine,
+    items: Sequence[Item],
+    *,
+    max_tokens: int | None,
+    clock: Callable[[], float],
+    seconds: float | None = None,
+    acceptance: Acceptance | None = None,
 ) -> dict[str, Any]:
-    """Runs prompts plainly and with drafting, in turns, and compares speed and tokens.
+    """Runs prompts plainly and with drafting, in turns, and compares the speed of decoding and the tokens.
 
     As many prompts as the engine has slots run at once. Each such group runs one way and directly after it the other
     way, and every second group in the opposite order, so that both ways find the machine in the same state. Few
-    prompts are repeated until there are enough pairs. Before it is timed a prompt is run for a few
-    tokens both ways: its programs are then loaded, and its pages in the prefix cache, if there is one.
+    prompts are repeated until there are enough pairs. The first group is run for a few tokens both ways before.
+
+    How many tokens a round brings varies from answer to answer far more than how long it takes, and `acceptance` knows
+    it better than a few short runs do. So the speed of drafted runs is multiplied by how much more, or less, is
+    accepted there than in the runs.
 
     Args:
       engine: idle, with a draft.
       items: the prompts, none of which the engine refuses.
       max_tokens: tokens of each answer at most, if that is less than the prompt's own limit.
       clock: seconds; it stands still while programs are compiled.
+      seconds: what the comparison may take; answers are then shorter, but a few rounds at least.
+      acceptance: in many more answers to such prompts.
 
     Returns:
       Requests, tokens per second of both ways, `speedup` (all drafted pairs over all plain ones), `speedup_min` and
-      `speedup_max` of single pairs, `pairs`, the acceptance in the drafted runs, and how many of the greedy requests
+      `speedup_max` of single pairs, `pairs`, the acceptance that was reckoned with, and how many of the greedy requests
       got the same tokens both ways.
     """
-    if max_tokens is not None:
-        items = [_limited(item, max_tokens) for item in items]
     slots = engine.config.max_slots
     groups = [items[start : start + slots] for start in range(0, len(items), slots)]
-    for group in groups:
-        for speculation in (False, True):
-            _run(engine, [_limited(item, _WARM_UP_TOKENS) for item in group], speculation, clock)
+    count = max(_PAIRS, len(groups))
+    # Also what is slow the first time: pages that were not touched yet, a prompt whose pages are cached nowhere.
+    first = [_run(engine, [_limited(item, _WARM_UP_TOKENS) for item in groups[0]], way, clock) for way in (False, True)]
+    if seconds is not None:
+        token = sum(len(groups[0]) * way.seconds / way.tokens for way in first)
+        affordable = max(_FEWEST_TOKENS, int(seconds / (count * token)) if token > 0 else _FEWEST_TOKENS)
+        max_tokens = min(affordable, max_tokens or affordable)
+    if max_tokens is not None:
+        groups = [[_limited(item, max_tokens) for item in group] for group in groups]
     pairs: list[dict[bool, _Timed]] = []
-    while len(pairs) < max(_PAIRS, len(groups)):
+    while len(pairs) < count:
         for group in groups:
             order = (False, True) if len(pairs) % 2 == 0 else (True, False)
             pairs.append({speculation: _run(engine, group, speculation, clock) for speculation in order})
+    # Seconds that the tokens would have taken, each way.
+    times = [
+        {False: pair[False].seconds, True: pair[True].seconds / _scale(acceptance, pair[True].acceptance)}
+        for pair in pairs
+    ]
     plain_rate, drafted_rate = (
-        sum(pair[way].tokens for pair in pairs) / sum(pair[way].seconds for pair in pairs) for way in (False, True)
+        sum(pair[way].tokens for pair in pairs) / sum(time[way] for time in times) for way in (False, True)
     )
-    ratios = [pair[True].rate / pair[False].rate for pair in pairs]
+    ratios = [
+        pair[True].tokens / time[True] / (pair[False].tokens / time[False])
+        for pair, time in zip(pairs, times, strict=True)
+    ]
+    reckoned = acceptance
+    if reckoned is None or reckoned.mean_acceptance_length is None:
+        reckoned = sum((pair[True].acceptance for pair in pairs), Acceptance())
     once = pairs[: len(groups)]
     plain, drafted = ([c for pair in once for c in pair[way].completions] for way in (False, True))
     greedy = [(a, b) for item, a, b in zip(items, plain, drafted, strict=True) if item.sampling.temperature == 0]
-    acceptance: Acceptance = total_acceptance(completion.metrics for completion in drafted)
     return {
         "requests": len(items),
         "pairs": len(pairs),
@@ -80,10 +107,17 @@ def compare_plain(
         "speedup": round(drafted_rate / plain_rate, 4),
         "speedup_min": round(min(ratios), 4),
         "speedup_max": round(max(ratios), 4),
-        "mean_acceptance_length": acceptance.ratios(digits=6)["mean_acceptance_length"],
+        "mean_acceptance_length": reckoned.ratios(digits=6)["mean_acceptance_length"],
         "greedy_requests": len(greedy),
         "greedy_equal": sum(a.token_ids == b.token_ids for a, b in greedy),
     }
+
+
+def _scale(wanted: Acceptance | None, measured: Acceptance) -> float:
+    """How many tokens a round brings by one acceptance, over another; 1 if either is not known."""
+    if wanted is None or wanted.mean_acceptance_length is None or measured.mean_acceptance_length is None:
+        return 1.0
+    return wanted.mean_acceptance_length / measured.mean_acceptance_length
 
 
 def check_lossless(comparison: dict[str, Any], dtype: str) -> None:
@@ -106,11 +140,24 @@ def _limited(item: Item, max_tokens: int) -> Item:
 
 
 def _run(engine: Engine, items: Sequence[Item], speculation: bool, clock: Callable[[], float]) -> _Timed:
-    begin = clock()
+    start = clock()
     ids = [
         engine.add_request(item.prompt, dataclasses.replace(item.sampling, speculation=speculation)) for item in items
     ]
     done: dict[str, Completion] = {}
+    begun: set[str] = set()
+    begin, tokens = start, 0
     while engine.has_work:
-        done.update((u.id, u.completion) for u in engine.step() if u.completion is not None)
-    return _Timed(clock() - begin, [done[request_id] for request_id in ids])
+        prefilling = len(begun) < len(ids)
+        for update in engine.step():
+            begun.add(update.id)
+            tokens += 0 if prefilling else len(update.token_ids)
+            if update.completion is not None:
+                done[update.id] = update.completion
+        if prefilling:
+            begin = clock()
+    completions = [done[request_id] for request_id in ids]
+    if not tokens:
+        # Everything came with the first tokens.
+        begin, tokens = start, sum(len(completion.token_ids) for completion in completions)
+    return _Timed(clock() - begin, tokens, completions)

@@ -11,9 +11,9 @@ from pydantic import Field
 from dflash_jax.engine.config import EngineSetup, scaling_fields
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError, RequestError
-from dflash_jax.files import STDIN
 from dflash_jax.kinds import check_kind
 from dflash_jax.settings import PathText, Section, describe_source, parse, read_settings
+from dflash_jax.streams import STDIN
 
 
 class InputFile(Section):

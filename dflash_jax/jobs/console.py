@@ -74,6 +74,13 @@ class JobConsole:
             # Loading is over: show the count again.
             self._bar.at(self._done)
 
+    def prepared(self, programs: int, seconds: float) -> None:
+        """Programs were compiled or loaded ahead."""
+        if programs:
+            self.note(f"prepared {programs} programs in {seconds:.1f} s")
+        if self._bar is not None:
+            self._bar.at(self._done)
+
     def skip(self) -> None:
         """An input line's answer is there already."""
         self._advance()

@@ -11,10 +11,10 @@ from typing import Any
 
 import jax
 
+from dflash_jax.acceptance import total_acceptance
 from dflash_jax.compiling import CompileWatch
 from dflash_jax.engine import Completion, Engine
 from dflash_jax.errors import ConfigError, DflashError, InvariantError, RequestError, cut
-from dflash_jax.files import STDIN
 from dflash_jax.jobs import summary
 from dflash_jax.jobs.checkpoint import JobSnapshot
 from dflash_jax.jobs.compare import check_lossless, compare_plain
@@ -26,9 +26,13 @@ from dflash_jax.jobs.resume import Resumption
 from dflash_jax.jobs.source import Source
 from dflash_jax.jobs.writer import ResultFile
 from dflash_jax.signals import Stop
+from dflash_jax.streams import STDIN
 
 _AHEAD = 2
 """Requests handed to the engine, in multiples of its slots: enough that no slot waits for a line to be read."""
+
+_COMPARISON = 0.1
+"""What the comparison with plain decoding may take, over what the answers took."""
 
 
 def run_job(
@@ -64,11 +68,11 @@ def run_job(
         with ResultFile(config.output.path) as output:
             earlier = summary.read_summary(config.output.path) if output.done and not overwrite else {}
             summary.check_identity(config.output.path, earlier, config.identity())
-            job = _Job(config, source, output, earlier, stop, console, watch, load)
+            job = _Job(config, source, total, output, earlier, stop, console, watch, load)
             try:
                 if overwrite:
                     job.start_anew()
-                return job.run(total)
+                return job.run()
             except BaseException as error:
                 job.end(error)
                 raise
@@ -89,6 +93,7 @@ class _Job:
         self,
         config: JobConfig,
         source: Source,
+        lines: int,
         output: ResultFile,
         earlier: Mapping[str, Any],
         stop: Stop,
@@ -99,7 +104,7 @@ class _Job:
         self._earlier = earlier
         self._config, self._source, self._output = config, source, output
         self._stop, self._console, self._watch = stop, console, watch
-        self._load = load
+        self._load, self._lines = load, lines
         self._engine: Engine | None = None
         self._snapshot = JobSnapshot(config.output.path, config.identity(), config.output.checkpoint_every)
         self._resumption: Resumption | None = None
@@ -120,11 +125,11 @@ class _Job:
         """Removes the snapshot, so that unfinished requests start over when the job is run again."""
         self._snapshot.remove()
 
-    def run(self, total: int) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Runs what is missing and returns the summary."""
         config, output = self._config, self._output
         comparison = None
-        with self._console.progress(total, self._watch):
+        with self._console.progress(self._lines, self._watch):
             try:
                 self._generate()
             finally:
@@ -169,8 +174,14 @@ class _Job:
 
     def _compare(self) -> dict[str, Any]:
         self._console.doing("comparing with plain decoding")
-        limit = self._config.report.compare_tokens
-        return compare_plain(self._loaded(), self._sample, max_tokens=limit, clock=self._watch.clock)
+        return compare_plain(
+            self._loaded(),
+            self._sample,
+            max_tokens=self._config.report.compare_tokens,
+            clock=self._watch.clock,
+            seconds=_COMPARISON * self._seconds,
+            acceptance=total_acceptance(result.get("metrics") or {} for result in self._output.results()),
+        )
 
     def save(self, status: str, comparison: dict[str, Any] | None = None, reason: str | None = None) -> dict[str, Any]:
         """Writes the summary as of now, and returns it."""
@@ -237,9 +248,19 @@ class _Job:
             begin = time.perf_counter()
             self._engine = self._load(self._config.setup, clock=self._watch.clock)
             self._console.loaded(self._engine, time.perf_counter() - begin)
+            if self._config.engine.warmup is None:
+                self._warm_up(self._engine)
             self.save("running")
             self._begin = self._watch.clock()
         return self._engine
+
+    def _warm_up(self, engine: Engine) -> None:
+        """Compiles what the job will need, in threads and outside every figure."""
+        report, left = self._config.report, max(1, self._lines - len(self._output.done))
+        self._console.doing("preparing programs")
+        before, begin = self._watch.programs, time.perf_counter()
+        engine.warmup(requests=left, plain=min(report.compare_requests, left) if report.compare_plain else 0)
+        self._console.prepared(self._watch.programs - before, time.perf_counter() - begin)
 
     def _submit(self, item: Item) -> None:
         engine = self._loaded()

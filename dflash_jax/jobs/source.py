@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dflash_jax.errors import ConfigError, quote
-from dflash_jax.files import STDIN, open_stream
+from dflash_jax.streams import STDIN, open_stream
 
 MAX_LINE = 1 << 24
 """Bytes of the longest line that is read."""

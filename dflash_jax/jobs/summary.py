@@ -13,8 +13,8 @@ import numpy as np
 
 from dflash_jax.acceptance import Acceptance, total_acceptance
 from dflash_jax.errors import ConfigError, quote
-from dflash_jax.files import replace_file
 from dflash_jax.jobs.writer import Result
+from dflash_jax.writing import replace_file
 
 REASONS = ("stop", "length", "abort", "error")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import ConfigError, quote
-from dflash_jax.files import replacing
+from dflash_jax.writing import replacing
 
 SYNC_SECONDS = 1.0
 """A machine that loses power loses at most this much; a process that dies loses nothing."""

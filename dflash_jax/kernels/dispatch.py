@@ -106,6 +106,18 @@ def default() -> Implementation:
     return "xla"
 
 
+@functools.cache
+def register_custom_calls(implementation: Implementation) -> None:
+    """Makes XLA know the functions that compiled kernels of an implementation call, as tracing them does."""
+    if implementation == "native":
+        # What calls them is imported when it is traced.
+        _load("native").available()
+    elif implementation == "mosaic_gpu":
+        for modules in _MODULES.values():
+            if implementation in modules:
+                _load(modules[implementation])
+
+
 def _load(module: str) -> Any:
     """Imports an implementation when it is first chosen: a CPU has no use for kernels of GPUs."""
     return importlib.import_module(f"dflash_jax.kernels.{module}")

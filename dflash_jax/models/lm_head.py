@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -79,11 +81,14 @@ def target_head(params: TargetParams) -> LmHead:
 
 def make_shortlist(params: TargetParams, tokens: Sequence[int]) -> LmHead:
     """The target's head for some tokens only: most of a vocabulary is rare, and its LM head large. It is a copy."""
-    ids = jnp.asarray(sorted(set(tokens)), jnp.int32)
+    ids = jax.device_put(np.array(sorted(set(tokens)), np.int32))
     weight = target_head(params).weight
-    if weight.layout == "out_in":
-        return LmHead(weight.replace(value=weight.value[ids]), ids)
-    return LmHead(weight.replace(value=weight.value[:, ids]), ids)
+    return LmHead(weight.replace(value=_take(weight.value, ids, axis=0 if weight.layout == "out_in" else 1)), ids)
+
+
+@jax.jit(static_argnames="axis")
+def _take(values: Float[Array, "rows columns"], ids: Int[Array, " taken"], axis: int) -> Float[Array, "rows columns"]:
+    return jnp.take(values, ids, axis, mode="clip")
 
 
 def draft_head(config: DraftConfig, params: TargetParams, shortlist: LmHead | None = None) -> LmHead:

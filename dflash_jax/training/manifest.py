@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import ConfigError, quote
-from dflash_jax.files import replace_file
+from dflash_jax.writing import replace_file
 
 
 def flatten(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

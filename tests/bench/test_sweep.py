@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dflash_jax.bench import sweep
-from dflash_jax.bench.config import load_sweep, parse_rungs
+from dflash_jax.bench.config import load_sweep, parse_levels
 from dflash_jax.bench.prompts import make_prompts
 from dflash_jax.bench.sweep import Load, failures, run_sweep
 from dflash_jax.engine import Engine
@@ -30,8 +30,8 @@ def job(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def climbed(tmp_path_factory):
-    job = Job(tmp_path_factory.mktemp("ladder"))
+def swept(tmp_path_factory):
+    job = Job(tmp_path_factory.mktemp("sweep"))
     job.configure()
     job.prompts(*(prompt(index) for index in range(len(CASES))))
     command = [sys.executable, "-m", "dflash_jax.cli", "bench", "ladder", str(job.config), "--concurrency", "1,3"]
@@ -41,35 +41,35 @@ def climbed(tmp_path_factory):
     return done.stdout, job.directory / "out"
 
 
-def test_every_rung_completes_all_requests_and_drafts_alike(climbed):
-    found = json.loads((climbed[1] / "ladder.json").read_text())
+def test_every_level_completes_all_requests_and_drafts_alike(swept):
+    found = json.loads((swept[1] / "sweep.json").read_text())
     assert (found["k"], found["output_tokens"], found["prompts"]["tokens"]) == (7, 24, 40)
-    assert [rung["concurrency"] for rung in found["rungs"]] == [1, 3]
-    alone = found["rungs"][0]["on"]
+    assert [level["concurrency"] for level in found["levels"]] == [1, 3]
+    alone = found["levels"][0]["on"]
     assert alone["mean_acceptance_length"] > 3
-    for rung in found["rungs"]:
+    for level in found["levels"]:
         # Each of the five prompts equally often, and at least two for each slot.
-        assert rung["requests"] == {1: 5, 3: 10}[rung["concurrency"]]
+        assert level["requests"] == {1: 5, 3: 10}[level["concurrency"]]
         for way in ("on", "off"):
             # Counted in all runs: one to compile and three to time.
-            assert (rung[way]["completed"], rung[way]["failed"]) == (4 * rung["requests"], 0)
-            assert rung[way]["output_tokens_per_s"] == pytest.approx(24 * rung["requests"] / rung[way]["seconds"])
+            assert (level[way]["completed"], level[way]["failed"]) == (4 * level["requests"], 0)
+            assert level[way]["output_tokens_per_s"] == pytest.approx(24 * level["requests"] / level[way]["seconds"])
             for name in ("tpot_s", "ttft_s"):
-                assert rung[way][name]["mean"] > 0 and rung[way][name]["median"] > 0
-        assert rung["same_tokens"] == rung["requests"]
-        assert rung["ratio"] == pytest.approx(rung["on"]["output_tokens_per_s"] / rung["off"]["output_tokens_per_s"])
+                assert level[way][name]["mean"] > 0 and level[way][name]["median"] > 0
+        assert level["same_tokens"] == level["requests"]
+        assert level["ratio"] == pytest.approx(level["on"]["output_tokens_per_s"] / level["off"]["output_tokens_per_s"])
         for name in ("accept_rate", "mean_acceptance_length"):
-            assert rung["on"][name] == pytest.approx(alone[name], rel=0.01)
-            assert rung["off"][name] is None
+            assert level["on"][name] == pytest.approx(alone[name], rel=0.01)
+            assert level["off"][name] is None
 
 
-def test_the_table_says_where_the_prompts_are_from_and_the_plot_is_there(climbed):
-    out, directory = climbed
+def test_the_table_says_where_the_prompts_are_from_and_the_plot_is_there(swept):
+    out, directory = swept
     lengths = [len(case["prompt"]) for case in CASES]
     cut, short = sum(n > 40 for n in lengths), sum(n < 40 for n in lengths)
     assert "the first 5 of" in out and f"{cut} cut and {short} continued by the target to 40 tokens" in out
-    assert "ratio" in out and "ladder.png" in out
-    assert (directory / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    assert "ratio" in out and "sweep.png" in out
+    assert (directory / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_prompts_of_the_input_follow_its_text(job):
@@ -103,9 +103,9 @@ def test_a_request_that_fails_is_counted_and_fails_the_command(job, monkeypatch)
 
     monkeypatch.setattr(sweep, "Engine", Sabotaged)
     found = run_sweep(load_sweep(job.config), [1], dataclasses.replace(LOAD, repeats=1))
-    assert failures(found) == found["rungs"][0]["on"]["failed"] == 2
-    assert (found["rungs"][0]["on"]["completed"], found["rungs"][0]["off"]["completed"]) == (8, 10)
-    assert found["rungs"][0]["on"]["errors"][0].startswith("context_continuity is violated")
+    assert failures(found) == found["levels"][0]["on"]["failed"] == 2
+    assert (found["levels"][0]["on"]["completed"], found["levels"][0]["off"]["completed"]) == (8, 10)
+    assert found["levels"][0]["on"]["errors"][0].startswith("context_continuity is violated")
 
     from dflash_jax import cli
 
@@ -118,9 +118,9 @@ def test_a_request_that_fails_is_counted_and_fails_the_command(job, monkeypatch)
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "0,1", "a", "-1"])
-def test_rungs_must_be_positive_integers(text):
+def test_levels_must_be_positive_integers(text):
     with pytest.raises(ConfigError, match="must be positive integers such as"):
-        parse_rungs(text)
+        parse_levels(text)
 
 
 def test_what_cannot_be_measured_is_refused(job):
@@ -135,29 +135,29 @@ def test_what_cannot_be_measured_is_refused(job):
         run_sweep(load_sweep(job.config), [1], LOAD)
 
 
-def test_each_rung_is_handed_over_when_it_is_done(job):
+def test_each_level_is_handed_over_when_it_is_done(job):
     seen = []
-    found = run_sweep(load_sweep(job.config), [1, 2], dataclasses.replace(LOAD, repeats=1), on_rung=seen.append)
-    assert [[rung["concurrency"] for rung in each["rungs"]] for each in seen] == [[1], [1, 2]]
+    found = run_sweep(load_sweep(job.config), [1, 2], dataclasses.replace(LOAD, repeats=1), on_level=seen.append)
+    assert [[level["concurrency"] for level in each["levels"]] for each in seen] == [[1], [1, 2]]
     assert [each["status"] for each in seen] == ["running", "running"] and found["status"] == "finished"
-    assert found["rungs"] == seen[-1]["rungs"]
+    assert found["levels"] == seen[-1]["levels"]
 
 
-def test_a_sweep_that_is_ended_leaves_the_rungs_it_has_done(job, monkeypatch):
+def test_a_sweep_that_is_ended_leaves_the_levels_it_has_done(job, monkeypatch):
     def ended(config, loaded, slots, *rest):
         if slots == 2:
             raise KeyboardInterrupt
-        return rung(config, loaded, slots, *rest)
+        return level(config, loaded, slots, *rest)
 
     from dflash_jax import cli
 
-    rung = sweep._rung
-    monkeypatch.setattr(sweep, "_rung", ended)
+    level = sweep._level
+    monkeypatch.setattr(sweep, "_level", ended)
     out = job.directory / "out"
     command = ["dflash-jax", "bench", "ladder", str(job.config), "--concurrency", "1,2", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", [*command, "--prompt-tokens", "40", "--output-tokens", "24", "--out", str(out)])
     with pytest.raises(SystemExit):
         cli.main()
-    found = json.loads((out / "ladder.json").read_text())
-    assert found["status"] == "running" and [rung["concurrency"] for rung in found["rungs"]] == [1]
-    assert (out / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((out / "sweep.json").read_text())
+    assert found["status"] == "running" and [level["concurrency"] for level in found["levels"]] == [1]
+    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")

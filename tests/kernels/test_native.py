@@ -184,7 +184,7 @@ def test_code_is_not_built_where_others_may_exchange_it(unbuilt, built, monkeypa
 
 def test_another_machine_or_compiler_has_code_of_its_own(unbuilt, built, monkeypatch):
     native.load()
-    monkeypatch.setattr(build, "_machine", lambda: "another")
+    monkeypatch.setattr(build, "machine", lambda: "another")
     native.load()
     monkeypatch.setenv("CXX", os.environ["CXX"] + " -g")
     native.load()

@@ -430,8 +430,8 @@ _OF_GOLDEN_PAIRS = (
         (
             (
                 "engine/run.py",
-                "decode_inputs(plan.decodes, plan.table_width),\n                drafts",
-                "decode_inputs(\n                    tuple(\n                        decode or (Decode(plan.chunks[0].id, plan.chunks[0].slot) if plan.chunks else None)\n                        for decode in plan.decodes\n                    ),\n                    plan.table_width,\n                ),\n                drafts",
+                "decode_inputs(plan.decodes, plan.table_width)\n        return Bound",
+                "decode_inputs(\n            tuple(\n                decode or (Decode(plan.chunks[0].id, plan.chunks[0].slot) if plan.chunks else None)\n                for decode in plan.decodes\n            ),\n            plan.table_width,\n        )\n        return Bound",
             ),
             ("engine/run.py", "import Plan, make_plan\n", "import Decode, Plan, make_plan\n"),
         ),

@@ -1,4 +1,4 @@
-"""The one attention op of the engine, and the choice of what computes it."""
+"""The one attention op of the engine, dispatched to its implementations."""
 
 from __future__ import annotations
 

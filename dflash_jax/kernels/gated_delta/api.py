@@ -1,4 +1,4 @@
-"""Gated DeltaNet's recurrent part as ops, and the choice of what computes them.
+"""Gated DeltaNet's recurrent part as ops, dispatched to their implementations.
 
 A layer's projections of a token are concatenated in `qkv`: all queries, all keys, all values. They pass a causal
 depthwise convolution and silu; queries and keys are normalised; then each value head's state S [key_dim, value_dim]

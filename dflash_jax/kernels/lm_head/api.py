@@ -1,4 +1,4 @@
-"""The LM head followed by a choice of its best tokens, as one op, and the choice of what computes it."""
+"""The LM head followed by a choice of its best tokens, as one op, dispatched to its implementations."""
 
 from __future__ import annotations
 

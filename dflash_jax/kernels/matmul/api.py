@@ -1,4 +1,4 @@
-"""The matrix product as one op, and the choice of what computes it."""
+"""The matrix product as one op, dispatched to its implementations."""
 
 from __future__ import annotations
 

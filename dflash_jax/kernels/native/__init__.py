@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dflash_jax.kernels.native.build import BuildError, available, computes, find_compiler, has_bfloat16, load
+from dflash_jax.kernels.native.build import BuildError, available, computes, find_compiler, has_bfloat16, load, machine
 
-__all__ = ["BuildError", "available", "computes", "find_compiler", "has_bfloat16", "load", "unavailable"]
+__all__ = ["BuildError", "available", "computes", "find_compiler", "has_bfloat16", "load", "machine", "unavailable"]
 
 
 def unavailable() -> str | None:

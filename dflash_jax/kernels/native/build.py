@@ -19,8 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.files import cache_directory, exposure, private_directory, read_private, replace_file
 from dflash_jax.kernels.dispatch import log_once
+from dflash_jax.private import cache_directory, exposure, private_directory, read_private
+from dflash_jax.writing import replace_file
 
 _NAMES = ("matmul.cc", "attention.cc", "gated_delta.cc", "pages.cc")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
@@ -76,7 +77,7 @@ def computes(*dtypes: jnp.dtype) -> bool:
 @functools.cache
 def has_bfloat16() -> bool:
     """Whether the processor multiplies bfloat16 itself."""
-    words = set(_machine().split())
+    words = set(machine().split())
     return not words.isdisjoint({"amx_bf16", "avx512_bf16", "bf16"})
 
 
@@ -102,7 +103,7 @@ def load() -> dict[str, Any]:
         *(file.read_text() for file in _SOURCES + _HEADERS),
         shlex.join(command),
         jax.lib.__version__,
-        _machine(),
+        machine(),
     ]
     name = _digest("\0".join(made_of).encode())
     directory = _directory()
@@ -177,7 +178,8 @@ def _compile(command: list[str]) -> None:
         raise BuildError(f"{command[0]} fails: {next((line for line in lines if 'error' in line), lines[-1])}")
 
 
-def _machine() -> str:
+@functools.cache
+def machine() -> str:
     """What the code runs on: a cache may be shared between machines and containers."""
     kinds = ("model name", "flags", "Features", "CPU part")
     try:

@@ -1,4 +1,4 @@
-"""The page write as one op, and the choice of what computes it."""
+"""The page write as one op, dispatched to its implementations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DFlash 2's selector as one op, and the choice of what computes it."""
+"""DFlash 2's selector as one op, dispatched to its implementations."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Engine, Models
 from dflash_jax.errors import ConfigError
-from dflash_jax.files import sole_writer
 from dflash_jax.progress import Bar
 from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, repair
 from dflash_jax.training.corpora.writer import ConversationWriter
 from dflash_jax.training.manifest import difference, flatten, read_manifest, write_manifest
 from dflash_jax.training.precision import rounded
+from dflash_jax.writing import sole_writer
 
 
 def writing_engine(config: CorpusConfig) -> Engine:

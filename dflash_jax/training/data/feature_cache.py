@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Float, UInt64
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.files import replace_array
 from dflash_jax.training.data.dataset import Dataset
 from dflash_jax.training.data.features import FeatureExtractor
 from dflash_jax.training.manifest import difference, read_manifest, write_manifest
 from dflash_jax.training.values import Dtype
+from dflash_jax.writing import replace_array
 
 # Which states a layer's file holds: transformers', where the last layer's are those after the final norm.
 _STATES = "hidden_states[layer + 1]"

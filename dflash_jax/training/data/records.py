@@ -16,7 +16,7 @@ from grain.sources import ArrayRecordDataSource
 from jaxtyping import Int
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.files import replacing
+from dflash_jax.writing import replacing
 
 _SUFFIX = ".arrayrecord"
 

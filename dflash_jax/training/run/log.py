@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.files import replace_file
+from dflash_jax.writing import replace_file
 
 
 class MetricsLog:

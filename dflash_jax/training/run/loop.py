@@ -14,7 +14,6 @@ import numpy as np
 
 from dflash_jax.checkpoints import save_draft
 from dflash_jax.errors import TrainingError
-from dflash_jax.files import sole_writer
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams
 from dflash_jax.progress import Bar
@@ -31,6 +30,7 @@ from dflash_jax.training.run.setup import Run, prepare
 from dflash_jax.training.run.state import TrainState
 from dflash_jax.training.run.step import make_eval_step, make_train_step
 from dflash_jax.training.run.store import RunStore
+from dflash_jax.writing import sole_writer
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ import orbax.checkpoint as ocp
 from jaxtyping import Float
 
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.files import replace_array
 from dflash_jax.training.config import CheckpointSection, TrainConfig
 from dflash_jax.training.manifest import difference, flatten, read_manifest, write_manifest
 from dflash_jax.training.run.state import TrainState
+from dflash_jax.writing import replace_array
 
 # What may change when a run is resumed, because no weight depends on it. Of the target and the data, their
 # fingerprints are compared.

@@ -13,13 +13,13 @@ import pytest
 
 from dflash_jax.checkpoints import load_draft, save_draft
 from dflash_jax.errors import CheckpointError, ConfigError, TrainingError
-from dflash_jax.files import sole_writer
 from dflash_jax.settings import parse
 from dflash_jax.training import TrainConfig, build_features, export_draft, train
 from dflash_jax.training.data.feature_cache import write_at
 from dflash_jax.training.manifest import write_manifest
 from dflash_jax.training.run import loop as loop_module
 from dflash_jax.training.run.log import read_metrics
+from dflash_jax.writing import sole_writer
 from tests.training.recall import config, leaves
 
 
