@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import statistics
-import time
+
+from side_by_side import print_rounds
 
 from dflash_jax import Engine, EngineConfig
 from dflash_jax.checkpoints import load_draft, load_target
@@ -47,18 +47,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
-    tables = [int(table) for table in options.tables.split(",")]
-    engines = [engine_at(options.context, table, options.target, options.draft, options.requests) for table in tables]
-    times: list[list[float]] = [[] for _ in engines]
-    for _ in range(options.rounds):
-        for engine, seen in zip(engines, times, strict=True):
-            begin = time.perf_counter()
-            engine.step()
-            seen.append(time.perf_counter() - begin)
-    medians = [statistics.median(seen) for seen in times]
-    print(f"{'table':>8} {'round ms':>9} {'ratio':>6}")
-    for table, median in zip(tables, medians, strict=True):
-        print(f"{table:>8} {1e3 * median:>9.2f} {median / medians[0]:>6.3f}")
+    tables = map(int, options.tables.split(","))
+    engines = {
+        table: engine_at(options.context, table, options.target, options.draft, options.requests) for table in tables
+    }
+    print_rounds("table", engines, options.rounds)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ python benchmarks/pool_size.py [--pages 1000,16000]
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
+
+from side_by_side import print_rounds
 
 from dflash_jax import Engine
 
@@ -31,18 +31,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
-    sizes = [int(pages) for pages in options.pages.split(",")]
-    engines = [engine_with(pages, options.target, options.draft, options.requests) for pages in sizes]
-    times: list[list[float]] = [[] for _ in engines]
-    for _ in range(options.rounds):
-        for engine, seen in zip(engines, times, strict=True):
-            begin = time.perf_counter()
-            engine.step()
-            seen.append(time.perf_counter() - begin)
-    medians = [statistics.median(seen) for seen in times]
-    print(f"{'pages':>8} {'round ms':>9} {'ratio':>6}")
-    for pages, median in zip(sizes, medians, strict=True):
-        print(f"{pages:>8} {1e3 * median:>9.2f} {median / medians[0]:>6.3f}")
+    sizes = map(int, options.pages.split(","))
+    engines = {pages: engine_with(pages, options.target, options.draft, options.requests) for pages in sizes}
+    print_rounds("pages", engines, options.rounds)
 
 
 if __name__ == "__main__":

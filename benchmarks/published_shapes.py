@@ -22,7 +22,7 @@ from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig, RopeC
 DRAFTS = 7
 """Tokens drafted per round: a block of 8 less its anchor."""
 
-_QWEN3_8B = dict(
+QWEN3_8B = dict(
     vocab_size=151_936,
     hidden_size=4096,
     num_heads=32,
@@ -34,9 +34,9 @@ _QWEN3_8B = dict(
     qk_norm=True,
     attention_bias=False,
 )
-TARGET = TargetConfig(**_QWEN3_8B, layers=(LayerConfig(),) * 36)
+TARGET = TargetConfig(**QWEN3_8B, layers=(LayerConfig(),) * 36)
 DRAFT = DraftConfig(
-    **_QWEN3_8B,
+    **QWEN3_8B,
     layers=(LayerConfig(causal=False, window=2048),) * 5,
     block_size=1 + DRAFTS,
     mask_token_id=151_669,

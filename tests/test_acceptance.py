@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from dflash_jax.acceptance import Acceptance, total_acceptance
 from dflash_jax.bench.sweep import Run, figures
 from dflash_jax.engine.output import Completion, Metrics
 from dflash_jax.jobs import summary
+from dflash_jax.jobs.results import NO_METRICS
 
-METRICS = Metrics(
-    drafts_proposed=14,
-    drafts_accepted=5,
-    drafted_request_steps=2,
-    accept_rate=None,
-    mean_acceptance_length=None,
-    ttft_s=None,
-    tpot_s=None,
-    preemptions=0,
-    cached_tokens=0,
-)
+METRICS = dataclasses.replace(NO_METRICS, drafts_proposed=14, drafts_accepted=5, drafted_request_steps=2)
 
 
 def test_counts_of_requests_add_up_from_metrics_and_from_results():

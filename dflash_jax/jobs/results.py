@@ -7,7 +7,7 @@ import dataclasses
 from dflash_jax.engine.output import Completion, Metrics
 from dflash_jax.jobs.writer import Result
 
-_NOTHING = Metrics(
+NO_METRICS = Metrics(
     drafts_proposed=0,
     drafts_accepted=0,
     drafted_request_steps=0,
@@ -18,6 +18,7 @@ _NOTHING = Metrics(
     preemptions=0,
     cached_tokens=0,
 )
+"""Of a request that did not run."""
 
 
 def answer(item_id: str | int, completion: Completion, *, trace: bool) -> Result:
@@ -50,7 +51,7 @@ def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Result
         "text": None,
         "finish_reason": "error",
         "prompt_tokens": 0,
-        "metrics": _plain(_NOTHING),
+        "metrics": _plain(NO_METRICS),
         "fallback": None,
         "line": line,
         "error": f"line {line}: {error}",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from benchmarks.published_shapes import QWEN3_8B
 from dflash_jax import Engine, EngineConfig
 from dflash_jax.checkpoints.table import build_params, table
 from dflash_jax.engine import Models
@@ -15,7 +16,7 @@ from dflash_jax.engine.state import init_state
 from dflash_jax.engine.steps import prefill, run_rounds
 from dflash_jax.engine.verification import verify_hidden
 from dflash_jax.kernels import mosaic
-from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig, RopeConfig, SelectorConfig, TargetConfig
+from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig, SelectorConfig, TargetConfig
 from dflash_jax.models.drafters import Proposal
 from dflash_jax.models.target import lm_head
 from dflash_jax.sampling import Sampler
@@ -61,18 +62,6 @@ def test_the_heads_kernel_decides_as_logits_do():
     assert found[0].accepted.tolist() == [2, 1] and found[1].accepted[0] == 2
 
 
-QWEN3_8B = dict(
-    vocab_size=151_936,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=12_288,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-    qk_norm=True,
-    attention_bias=False,
-)
 QWEN3_27B_DRAFT = QWEN3_8B | dict(vocab_size=248_320, hidden_size=5120, intermediate_size=17_408)
 
 

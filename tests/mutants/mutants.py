@@ -909,12 +909,6 @@ _OF_THE_HOST = (
         "tests/engine/test_host_time.py::test_a_context_is_hashed_once",
         r"assert",
     ),
-    Mutant(
-        "publish a page before it is full",
-        (("engine/absorb.py", "        full = sequence.position // size\n", "        full = len(sequence.pages)\n"),),
-        _SITUATIONS + "test_a_shared_beginning_drafts_the_same_blocks_cold_and_warm[2]",
-        r"assert|violated|pages_",
-    ),
 )
 
 MUTANTS = (
