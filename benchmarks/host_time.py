@@ -44,7 +44,7 @@ class Stub:
             produced = (inputs.last & (inputs.known_next < 0)).astype(np.int32)
             prefill = self._report(inputs.idx_mapping, produced, 1, 0)
         if plan.decodes:
-            inputs = decode_inputs(plan.decodes, plan.table_width)
+            inputs = decode_inputs(plan)
             produced = np.where(inputs.idx_mapping >= 0, 1 + self.k // 2, 0).astype(np.int32)
             self.position[inputs.idx_mapping[inputs.idx_mapping >= 0]] += 1 + self.k // 2
             decode = self._report(inputs.idx_mapping, produced, 1 + self.k, self.k)
@@ -58,6 +58,8 @@ class Stub:
             produced=produced,
             drafts=np.full((rows, drafts), 7, np.int32),
             num_drafts=np.full(rows, drafts, np.int32),
+            num_verified=np.full(rows, drafts, np.int32),
+            bins=np.zeros((rows, drafts), np.int32),
             damaged_draft=none,
             position=self.position[np.maximum(mapping, 0)],
             finished=none,

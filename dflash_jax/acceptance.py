@@ -12,7 +12,7 @@ class Acceptance:
     """Counts of drafting; counts of several requests add up with `+`.
 
     Attributes:
-      drafts_proposed: drafted tokens.
+      drafts_proposed: drafted tokens that the target ran.
       drafts_accepted: drafted tokens that became output; the target's own token after them does not count.
       drafted_request_steps: rounds of a request that carried a draft.
     """

@@ -114,7 +114,7 @@ def describe(call: Call) -> list[str]:
         repr(tree),
         repr([(leaf.shape, str(leaf.dtype), bool(getattr(leaf, "weak_type", False))) for leaf in leaves]),
         repr(sorted(call.static.items())),
-        *_surroundings(device),
+        *surroundings(device),
     ]
 
 
@@ -144,8 +144,8 @@ def _unkeepable(call: Call, facts: list[str]) -> str | None:
     return None
 
 
-def _surroundings(device: jax.Device) -> list[str]:
-    """Of all programs of a process: versions, device, settings."""
+def surroundings(device: jax.Device) -> list[str]:
+    """What all programs of a process depend on: versions, device, settings."""
     values = {name: value for name, value in jax.config.values.items() if not name.startswith(_NOT_SHAPING)}
     return [
         source_digest(),

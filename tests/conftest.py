@@ -25,13 +25,16 @@ if os.environ.get("DFLASH_JAX_TYPECHECK", "1") != "0":
     # The edges that take what users write are left out: they say what is wrong in words of their own.
     _PARTS = ["models", "kernels", "sampling", "training"]
     _PARTS += [
-        f"engine.{name}" for name in ("state", "steps", "verification", "invariants", "pages", "inputs", "identity")
+        f"engine.{name}"
+        for name in ("state", "steps", "prospects", "verification", "invariants", "pages", "inputs", "identity")
     ]
     install_import_hook([f"dflash_jax.{name}" for name in _PARTS], "tests.shape_checks.check")
 
 import hypothesis
 import jax
 import pytest
+
+from tests.memory_maps import let_go_of_programs
 
 # Every test process compiles the same tiny programs; only the first one has to.
 _CACHE = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "dflash_jax-test-xla"))
@@ -58,11 +61,6 @@ def native_code():
 
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps():
-    """Lets go of compiled programs before a test process has as many memory maps as Linux allows one (65,530).
-
-    Each program takes several, and the process that asks for one too many dies.
-    """
+    """Lets go of compiled programs between modules, if need be."""
     yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
-        jax.clear_caches()
+    let_go_of_programs()

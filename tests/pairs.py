@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.numpy import load_file
 
@@ -50,6 +50,7 @@ def engine(
     draft: str | None,
     *,
     k: int | None = None,
+    width: int | Literal["auto"] | None = None,
     max_context: int | None = None,
     pages: int | None = None,
     slots: int | None = None,
@@ -60,7 +61,7 @@ def engine(
     `pages` and `slots` limit what the host may use without changing any shape on the device, so that
     small pools and few slots need no compilation of their own.
     """
-    served = Engine(models(draft), EngineConfig(**{**SIZES, **sizes}), k=k, max_context=max_context)
+    served = Engine(models(draft), EngineConfig(**{**SIZES, **sizes}), k=k, width=width, max_context=max_context)
     pool = served.host.pool if pages is None else empty_pool(pages, served.config.page_size)
     policy = dataclasses.replace(served.host.policy, max_slots=slots or served.host.policy.max_slots)
     served.host = dataclasses.replace(served.host, pool=pool, policy=policy)

@@ -40,7 +40,7 @@ def config(tmp_path):
     path = tmp_path / "job.yaml"
     values = {
         "target": {"path": str(GOLDEN / "recall-target")},
-        "draft": {"path": str(GOLDEN / "recall-dflash2")},
+        "draft": {"path": str(GOLDEN / "recall-dflash2"), "width": 7},
         "engine": {"max_slots": 3, "max_model_len": 160, "strict": True},
         "sampling": {"max_tokens": 48},
         "input": {"path": str(prompts)},

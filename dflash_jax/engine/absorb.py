@@ -18,6 +18,7 @@ from dflash_jax.engine.plan import Chunk, Plan
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.steps import Report
+from dflash_jax.engine.width import learn
 from dflash_jax.errors import InvariantError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def absorb(
             if decode is not None:
                 sequence = _running(host, decode.id)
                 changes.append(_Change(sequence, *_absorb_rounds(policy, sequence, rows, now, read)))
+        host = _learn(host, plan, report.decode, report.seconds)
     host = publish_pages(_apply(host, changes))
     return host, tuple(change.update for change in changes if change.update is not None)
 
@@ -66,6 +68,7 @@ class _Row(NamedTuple):
     produced: int
     drafts: list[int]
     num_drafts: int
+    num_verified: int
     damaged_draft: bool
     position: int
     finished: bool
@@ -179,8 +182,8 @@ def _absorb_round(
     position, block, fallback = sequence.position + row.produced, row.block, sequence.fallback
     if row.position != position:
         return _fail(policy, sequence, Violation.position_monotone, read)
-    if speculates(policy, sequence) and not block:
-        fallback = f"its context of {position} tokens is past draft.max_context {policy.draft_limit}"
+    if speculates(policy, sequence) and sequence.position > policy.draft_limit:
+        fallback = f"its context of {sequence.position} tokens is past draft.max_context {policy.draft_limit}"
     # Tokens behind a stop string were accepted, but are not output and do not count.
     taken, text, at_stop_string = read(sequence, row.committed)
     sequence = dataclasses.replace(
@@ -189,6 +192,7 @@ def _absorb_round(
         output=sequence.output.extend(taken),
         produced_per_round=sequence.produced_per_round.extend((len(taken),)),
         drafted_blocks=sequence.drafted_blocks.extend((block,)),
+        verified_per_round=sequence.verified_per_round.extend((row.num_verified,)),
         damaged_drafts=sequence.damaged_drafts + row.damaged_draft,
         fallback=fallback,
         last_token=now,
@@ -222,6 +226,14 @@ def end(sequence: Sequence, reason: FinishReason, read: Reader, error: str | Non
     """The last update of a request, with its completion."""
     text, rest = read.finish(sequence)
     return Update(sequence.id, (), rest, completion_of(sequence, text, reason, error))
+
+
+def _learn(host: HostState, plan: Plan, rounds: Report, seconds: float | None) -> HostState:
+    """With the rounds in the host's experience, if it keeps any."""
+    if host.experience is None:
+        return host
+    seen = learn(host.experience, rounds, tokens=plan.tokens, context=plan.context, seconds=seconds)
+    return dataclasses.replace(host, experience=seen)
 
 
 def publish_pages(host: HostState) -> HostState:

@@ -19,12 +19,13 @@ from dflash_jax.engine import display, forks
 from dflash_jax.engine import snapshot as snapshots
 from dflash_jax.engine.absorb import end
 from dflash_jax.engine.admission import Prompt, make_request, tokenize
-from dflash_jax.engine.config import EngineConfig, EngineSetup
+from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
 from dflash_jax.engine.containers import Queue
+from dflash_jax.engine.cost_files import CostFiles
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.forks import Draft
 from dflash_jax.engine.host import NO_LIMIT, add, name_request, remove, restart, shift_times
-from dflash_jax.engine.init import empty_device, init_host, make_policy
+from dflash_jax.engine.init import empty_device, init_host, make_policy, with_costs, with_policy
 from dflash_jax.engine.loading import load, read_setup
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.output import Completion, Update, join_updates
@@ -65,6 +66,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         k: int | None = None,
+        width: VerifyWidth | None = None,
         max_context: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         implementation: Implementation | None = None,
@@ -76,6 +78,7 @@ class Engine:
           config: sizes and options.
           tokenizer: for text prompts and text output.
           k: tokens to draft in each round; the trained block_size - 1 by default.
+          width: how many of them each round verifies; all by default, "auto" for as many as pay.
           max_context: requests whose context grows past this many tokens continue without drafting.
           clock: seconds, for the metrics.
           implementation: of the kernels; see `kernels.dispatch`.
@@ -89,8 +92,12 @@ class Engine:
         self.tokenizer = tokenizer
         self._clock = clock
         self._run = Runner(prepare(models, implementation), donate=self.config.donate, implementation=implementation)
-        policy = make_policy(self.models, self.config, k, NO_LIMIT if max_context is None else max_context)
+        limit = NO_LIMIT if max_context is None else max_context
+        policy = make_policy(self.models, self.config, k, width, limit)
         self.host = init_host(self.config, policy, self._run.identity, models.target_config)
+        self._costs = CostFiles(implementation)
+        if self.host.experience is not None:
+            self.host = with_costs(self.host, self._costs.read(self.host))
         self.state: EngineState = empty_device(self.models, self.config)
         self._read: Reader = NO_TEXT if tokenizer is None else TextReader(tokenizer)
 
@@ -143,9 +150,7 @@ class Engine:
           plain: how many, at most, when all in flight decode without drafting.
         """
         with self._lock:
-            page_size = self.host.pool.page_size
-            plans = possible_plans(self.host.policy, page_size, requests=requests, plain=plain)
-            self._run.prepare(self.state, plans)
+            self._run.prepare(self.state, possible_plans(self.host, requests=requests, plain=plain))
 
     # Requests in and out.
 
@@ -215,6 +220,7 @@ class Engine:
             host = dataclasses.replace(host, undelivered=join_updates(host.undelivered, updates))
             # Nothing comes between these two, an interruption from the keyboard included.
             self.host, self.state = host, state
+            self._costs.write(host)
         except BaseException:
             if is_donated(self.state):
                 self.host, self.state = restart(self.host), empty_device(self.models, self.config)
@@ -383,9 +389,9 @@ class Engine:
                     "give restore() an engine with its models"
                 )
             engine = cls.from_config(saved.setup)
-        host = shift_times(dataclasses.replace(saved.host, policy=engine.host.policy), engine._clock())
+        host = shift_times(with_policy(saved.host, engine.host.policy), engine._clock())
         if draft is not _UNCHANGED:
-            engine = engine._with_draft(draft, None)
+            engine = engine._with_draft(draft, None, _UNCHANGED)
             forks.check_target(host, engine.host, directory)
             engine.host = forks.recompute(host, engine.host)
         else:
@@ -395,7 +401,9 @@ class Engine:
             engine.host = host
         return engine
 
-    def fork(self, *, draft: Draft | None = _UNCHANGED, k: int | None = None) -> Engine:
+    def fork(
+        self, *, draft: Draft | None = _UNCHANGED, k: int | None = None, width: VerifyWidth | None = _UNCHANGED
+    ) -> Engine:
         """A second engine in the same state; from here on the two are independent.
 
         Args:
@@ -403,20 +411,25 @@ class Engine:
             request's contexts are then computed again from its tokens, and what is drafted from there on is
             what an engine that had this draft from the beginning would draft.
           k: another number of tokens to draft in each round. The contexts stay as they are.
+          width: another number of them to verify, None for all. By default what it was, as far as there are so many
+            of another `k`; of another draft, all or "auto" as before.
 
         Raises:
           ConfigError, CheckpointError: the draft cannot be read or does not fit.
         """
         if draft is not _UNCHANGED:
-            twin = self._with_draft(draft, k)
+            twin = self._with_draft(draft, k, width)
             twin.host = forks.recompute(self.host, twin.host)
             return twin
         with self._lock:
             twin = self._copy()
             twin.state = jax.tree.map(jnp.copy, self.state) if self.config.donate else self.state
-        if k is not None:
-            twin.host = forks.with_k(twin.host, self.models, self.config, k)
-            twin.setup = forks.setup_with_k(twin.setup, k)
+        if k is not None or width is not _UNCHANGED:
+            k = self.k if k is None else k
+            if width is _UNCHANGED:
+                width = forks.width_within(self.host.policy.width, k)
+            twin.host = forks.with_drafting(twin.host, self.models, self.config, k, width)
+            twin.setup = forks.setup_with_drafting(twin.setup, k, width)
         return twin
 
     def _copy(self) -> Engine:
@@ -424,11 +437,13 @@ class Engine:
         twin._read = NO_TEXT if self.tokenizer is None else TextReader(self.tokenizer)
         return twin
 
-    def _with_draft(self, draft: Draft | None, k: int | None) -> Engine:
+    def _with_draft(self, draft: Draft | None, k: int | None, width: VerifyWidth | None) -> Engine:
         """An engine like this one with another draft and no requests."""
         twin = self._copy()
         twin._run = forks.with_draft(self._run, draft, self.config.dtype)
-        policy = make_policy(twin.models, self.config, k, self.host.policy.draft_limit)
+        if width is _UNCHANGED:
+            width = "auto" if self.host.policy.width == "auto" else None
+        policy = make_policy(twin.models, self.config, k, width, self.host.policy.draft_limit)
         twin.host = init_host(self.config, policy, twin._run.identity, twin.models.target_config)
         twin.state = empty_device(twin.models, self.config)
         # The setup names the draft that was replaced.

@@ -9,11 +9,11 @@ import dataclasses
 from pathlib import Path
 
 from dflash_jax.checkpoints import LoadedDraft, load_draft
-from dflash_jax.engine.config import EngineConfig, EngineSetup
+from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
 from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.host import HostState, fallback_of, restart
-from dflash_jax.engine.init import make_policy
+from dflash_jax.engine.init import make_policy, with_policy
 from dflash_jax.engine.run import Runner
 from dflash_jax.engine.state import Models
 from dflash_jax.errors import CheckpointError
@@ -40,21 +40,30 @@ def with_draft(run: Runner, draft: Draft | None, dtype: str) -> Runner:
     )
 
 
-def with_k(host: HostState, models: Models, config: EngineConfig, k: int) -> HostState:
-    """The same requests with another number of tokens drafted in each round.
+def width_within(width: VerifyWidth | None, k: int) -> VerifyWidth | None:
+    """The width for `k` drafted tokens that is most like another."""
+    return min(width, k) if isinstance(width, int) else width
+
+
+def with_drafting(
+    host: HostState, models: Models, config: EngineConfig, k: int, width: VerifyWidth | None
+) -> HostState:
+    """The same requests with another number of tokens drafted, or verified, in each round.
 
     Raises:
-      ConfigError: the models cannot draft that many.
+      ConfigError: the models cannot draft that many, or less are drafted than are to be verified.
     """
-    policy = make_policy(models, config, k, host.policy.draft_limit)
-    return dataclasses.replace(host, policy=dataclasses.replace(policy, max_slots=host.policy.max_slots))
+    policy = make_policy(models, config, k, width, host.policy.draft_limit)
+    return with_policy(host, dataclasses.replace(policy, max_slots=host.policy.max_slots))
 
 
-def setup_with_k(setup: EngineSetup | None, k: int) -> EngineSetup | None:
+def setup_with_drafting(setup: EngineSetup | None, k: int, width: VerifyWidth | None) -> EngineSetup | None:
     """What a snapshot is restored from, with the same change."""
     if setup is None or setup.draft is None:
         return setup
-    return setup.model_copy(update={"draft": setup.draft.model_copy(update={"k": k})})
+    return setup.model_copy(
+        update={"draft": setup.draft.model_copy(update={"k": k, "width": k if width is None else width})}
+    )
 
 
 def recompute(host: HostState, empty: HostState) -> HostState:
@@ -73,7 +82,7 @@ def recompute(host: HostState, empty: HostState) -> HostState:
         (name, dataclasses.replace(sequence, fallback=fallback_of(policy, sequence.request)))
         for name, sequence in host.waiting.items()
     )
-    return dataclasses.replace(host, policy=policy, models=empty.models, waiting=waiting)
+    return dataclasses.replace(host, policy=policy, models=empty.models, waiting=waiting, experience=empty.experience)
 
 
 def check_target(wrote: HostState, reads: HostState, directory: str | Path) -> None:

@@ -12,12 +12,14 @@ import numpy as np
 
 from dflash_jax.engine import display
 from dflash_jax.engine.checkpoints import CheckpointPool, empty_checkpoints
+from dflash_jax.engine.config import VerifyWidth
 from dflash_jax.engine.containers import Log, Queue
 from dflash_jax.engine.identity import ModelsIdentity
 from dflash_jax.engine.output import Update
 from dflash_jax.engine.pages import PagePool, empty_pool, release
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.width import Experience
 from dflash_jax.errors import RequestError, quote
 
 NO_LIMIT = int(np.iinfo(np.int32).max)
@@ -32,6 +34,7 @@ class Policy:
       max_slots: slots that may be used; at most as many as the device state has.
       prefill_chunk, rounds_per_step, prefix_cache, strict: see `EngineConfig`.
       k: tokens to draft in each round; 0 decodes plainly.
+      width: how many of them each round verifies: a number, None for all, "auto" for what experience says pays most.
       draft_limit: context tokens past which a request no longer drafts.
     """
 
@@ -41,6 +44,7 @@ class Policy:
     prefix_cache: bool = True
     strict: bool = False
     k: int = 0
+    width: VerifyWidth | None = None
     draft_limit: int = NO_LIMIT
 
 
@@ -104,6 +108,7 @@ class HostState:
       undelivered: updates not returned to the caller yet, by request id.
       next_id: number of the next made-up request id.
       counters: what happened so far.
+      experience: what was seen of drafting, if the number of tokens to verify is chosen by it.
       refusal: why the first of the waiting requests waits, if its pages were looked for already.
     """
 
@@ -116,6 +121,7 @@ class HostState:
     undelivered: Queue[Update] = dataclasses.field(default_factory=Queue)
     next_id: int = 0
     counters: Counters = Counters()
+    experience: Experience | None = None
     refusal: Refusal | None = None
 
     def find(self, request_id: str) -> Sequence | None:

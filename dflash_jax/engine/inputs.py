@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.engine.plan import Chunk, Decode, Opening
+from dflash_jax.engine.plan import Chunk, Decode, Opening, Plan
 from dflash_jax.engine.state import MAX_STOP_TOKENS, Slots
 from dflash_jax.sampling import Sampler, device_temperature
 
@@ -46,11 +46,13 @@ class DecodeInputs(struct.PyTreeNode):
       idx_mapping: row to slot, -1 for an empty row.
       first_page: logical number of a row's first new page.
       new_pages: physical pages that its slot is given, padded with -1.
+      chance: that drafted tokens are kept; see `steps.run_round`.
     """
 
     idx_mapping: Int[Array, " rows"]
     first_page: Int[Array, " rows"]
     new_pages: Int[Array, "rows new_pages"]
+    chance: Float[Array, "drafts bins"] | None = None
 
 
 def prefill_inputs(chunks: tuple[Chunk | None, ...], width: int, slot_pages: int) -> PrefillInputs:
@@ -84,19 +86,15 @@ def prefill_inputs(chunks: tuple[Chunk | None, ...], width: int, slot_pages: int
     return PrefillInputs(**fields)
 
 
-def decode_inputs(decodes: tuple[Decode | None, ...], width: int) -> DecodeInputs:
-    """The arrays of a plan's decodes.
-
-    Args:
-      decodes: one a row, None for an empty row.
-      width: new pages to pad to.
-    """
-    first, pages = np.zeros(len(decodes), np.int32), np.full((len(decodes), width), -1, np.int32)
+def decode_inputs(plan: Plan) -> DecodeInputs:
+    """The arrays of a plan's rounds."""
+    decodes = plan.decodes
+    first, pages = np.zeros(len(decodes), np.int32), np.full((len(decodes), plan.table_width), -1, np.int32)
     for row, decode in enumerate(decodes):
         if decode is not None:
             first[row] = decode.first_page
             pages[row, : len(decode.new_pages)] = decode.new_pages
-    fields: dict[str, Any] = dict(idx_mapping=_mapping(decodes), first_page=first, new_pages=pages)
+    fields: dict[str, Any] = dict(idx_mapping=_mapping(decodes), first_page=first, new_pages=pages, chance=plan.chance)
     return DecodeInputs(**fields)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dflash_jax.checkpoints import Tokenizer, load_draft, load_target
 from dflash_jax.checkpoints.shortlist import read_shortlist
-from dflash_jax.engine.config import EngineConfig, EngineSetup
+from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
 from dflash_jax.engine.device import fastest_layout
 from dflash_jax.engine.device_memory import check_memory
 from dflash_jax.engine.memory import divide
@@ -28,6 +28,7 @@ class Loaded(TypedDict):
     config: EngineConfig
     tokenizer: Tokenizer | None
     k: int | None
+    width: VerifyWidth | None
     max_context: int | None
 
 
@@ -53,7 +54,7 @@ def load(setup: EngineSetup) -> Loaded:
     target = load_target(**setup.target.arguments(), **how)
     tokenizer = setup.target.configure_tokenizer(target.tokenizer)
     models = Models(target.params, target.config)
-    k = max_context = None
+    k = width = max_context = None
     if setup.draft is not None:
         mask = setup.draft.mask_token_id
         draft = load_draft(**setup.draft.arguments(), **how, mask_token_id=mask)
@@ -61,7 +62,7 @@ def load(setup: EngineSetup) -> Loaded:
         if setup.draft.shortlist is not None:
             tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
             models = models.replace(shortlist=make_shortlist(target.params, tokens))
-        k, max_context = setup.draft.k, setup.draft.max_context
+        k, width, max_context = setup.draft.k, setup.draft.width, setup.draft.max_context
     sizes = divide(setup.engine, models.target_config, models.draft_config)
     check_memory(models, sizes)
-    return Loaded(models=models, config=sizes, tokenizer=tokenizer, k=k, max_context=max_context)
+    return Loaded(models=models, config=sizes, tokenizer=tokenizer, k=k, width=width, max_context=max_context)

@@ -19,9 +19,9 @@ class Metrics:
     """What speculation did for a request, in vLLM's conventions.
 
     Attributes:
-      drafts_proposed: drafted tokens.
+      drafts_proposed: drafted tokens that the target ran.
       drafts_accepted: those that became output; the target's own token after them does not count.
-      drafted_request_steps: rounds that carried a draft.
+      drafted_request_steps: rounds in which it ran any.
       accept_rate: accepted / proposed; None when nothing was drafted.
       mean_acceptance_length: 1 + accepted / steps; None when nothing was drafted.
       ttft_s: seconds from arrival to the first token.
@@ -58,6 +58,7 @@ class Completion:
       metrics: see `Metrics`.
       produced_per_round: tokens of each round, the prefill's first token not counted.
       drafted_blocks: what was drafted in each of those rounds.
+      verified_per_round: how many of those drafted tokens the target ran, from the first on.
     """
 
     id: str
@@ -70,6 +71,7 @@ class Completion:
     metrics: Metrics
     produced_per_round: tuple[int, ...]
     drafted_blocks: tuple[tuple[int, ...], ...]
+    verified_per_round: tuple[int, ...]
 
     def __repr__(self) -> str:
         return display.completion_text(self)
@@ -114,9 +116,9 @@ def join_updates(undelivered: Queue[Update], updates: Iterable[Update]) -> Queue
 def metrics_of(sequence: Sequence) -> Metrics:
     """The metrics of a request so far."""
     drafted = [
-        (produced - 1, len(block))
-        for produced, block in zip(sequence.produced_per_round, sequence.drafted_blocks, strict=True)
-        if block
+        (produced - 1, verified)
+        for produced, verified in zip(sequence.produced_per_round, sequence.verified_per_round, strict=True)
+        if verified
     ]
     acceptance = Acceptance(sum(p for _, p in drafted), sum(a for a, _ in drafted), len(drafted))
     first, last, count = sequence.first_token, sequence.last_token, len(sequence.output)
@@ -145,4 +147,5 @@ def completion_of(sequence: Sequence, text: str | None, reason: FinishReason, er
         metrics=metrics_of(sequence),
         produced_per_round=tuple(sequence.produced_per_round),
         drafted_blocks=tuple(sequence.drafted_blocks),
+        verified_per_round=tuple(sequence.verified_per_round),
     )

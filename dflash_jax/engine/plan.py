@@ -14,8 +14,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence as Sequenced
 
+import numpy as np
+from jaxtyping import Float
+
 from dflash_jax.engine.admit import admit
 from dflash_jax.engine.checkpoints import take
+from dflash_jax.engine.costs import context_of
 from dflash_jax.engine.host import HostState, Policy, preempt, speculates
 from dflash_jax.engine.pages import (
     allocate,
@@ -25,6 +29,7 @@ from dflash_jax.engine.pages import (
 )
 from dflash_jax.engine.request import Request
 from dflash_jax.engine.sequence import Sequence
+from dflash_jax.engine.width import Width, choose_width, widths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +102,11 @@ class Plan:
       chunk_width: tokens that each of them is padded to.
       decodes: rows that run rounds, None for an empty row.
       table_width: pages that each of those may be given.
-      drafts: tokens to draft in each round; 0 decodes plainly.
+      drafts: tokens to draft for each request in each round; 0 decodes plainly.
+      width: how many of them are verified, at most.
+      tokens: how many tokens the target runs in each round, drafted ones and others; None for all of them.
+      chance: that drafted tokens are kept, by which those that are verified are chosen.
+      context: the class of the contexts' lengths; see `costs.context_of`.
       rounds: rounds at most.
     """
 
@@ -106,6 +115,10 @@ class Plan:
     decodes: tuple[Decode | None, ...] = ()
     table_width: int = 0
     drafts: int = 0
+    width: int = 0
+    tokens: int | None = None
+    chance: Float[np.ndarray, "drafts bins"] | None = dataclasses.field(default=None, compare=False)
+    context: int = 0
     rounds: int = 0
 
     def permuted(self, chunks: Sequenced[int], decodes: Sequenced[int]) -> Plan:
@@ -150,13 +163,37 @@ def reserve(host: HostState, *, rounds: int) -> tuple[HostState, Plan]:
         pages = new_pages.get(sequence.id, ())
         decodes.append(Decode(sequence.id, _slot(sequence), len(sequence.pages) - len(pages), pages))
     most = max((len(pages) for pages in new_pages.values()), default=0)
-    return host, Plan(
+    plan = Plan(
         decodes=_padded(decodes, policy.max_slots),
         # Nearly always the usual width, so that nearly always one program will do.
         table_width=bucket(most, pages_for(rounds * (1 + policy.k), host.pool.page_size)),
-        drafts=policy.k if any(speculates(policy, sequence) for sequence in decoding) else 0,
         rounds=rounds,
     )
+    return host, _with_width(plan, host, decoding)
+
+
+def _with_width(plan: Plan, host: HostState, decoding: list[Sequence]) -> Plan:
+    """The plan with what its rounds draft and verify, as the policy says or as experience does."""
+    rows, k = len(plan.decodes), host.policy.k
+    drafting = sum(speculates(host.policy, sequence) for sequence in decoding)
+    if not drafting:
+        return plan
+    if host.experience is None:
+        return with_drafting(plan, host, widths(rows, k)[-1])
+    context = context_of(sum(sequence.position for sequence in decoding) / len(decoding))
+    chosen = choose_width(host.experience, rows=rows, live=len(decoding), drafting=drafting, drafts=k, context=context)
+    return dataclasses.replace(with_drafting(plan, host, chosen), context=context)
+
+
+def with_drafting(plan: Plan, host: HostState, chosen: Width) -> Plan:
+    """The plan with rounds that draft and verify so many tokens."""
+    if not chosen.drafts:
+        return plan
+    fixed = host.policy.width
+    plan = dataclasses.replace(plan, drafts=chosen.drafts, width=fixed if isinstance(fixed, int) else chosen.drafts)
+    if host.experience is None or chosen.tokens == len(plan.decodes) * (1 + chosen.drafts):
+        return plan
+    return dataclasses.replace(plan, tokens=chosen.tokens, chance=host.experience.calibration.chance())
 
 
 def _take_pages(host: HostState, tokens: int) -> tuple[HostState, dict[str, tuple[int, ...]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -30,10 +31,12 @@ class StepReport:
     Attributes:
       prefill: of the plan's chunks, row by row; None if there were none.
       decode: of its rounds, stacked on a leading axis; None if there were none.
+      seconds: the rounds took; None where that says nothing: beside chunks, and the first time a program runs.
     """
 
     prefill: Report | None = None
     decode: Report | None = None
+    seconds: float | None = None
 
 
 def step(
@@ -89,6 +92,7 @@ class Runner:
         self.donate = donate
         self.implementation: Implementation | None = implementation
         self._target = target
+        self._run_before: set[tuple[int | None, ...]] = set()
 
     @functools.cached_property
     def identity(self) -> ModelsIdentity:
@@ -101,15 +105,23 @@ class Runner:
         Rows that are ready to decode do so in the second dispatch; a prompt that ends in the first is not
         among them.
         """
-        before, prefilled, decoded = device, None, None
+        before, prefilled, decoded, begin = device, None, None, time.perf_counter()
         if plan.chunks:
             device, prefilled = self._prefill(device, plan)()
         if plan.decodes:
             device, decoded = self._decode(device, plan)()
         if self.donate and device is not before:
             mark_donated(before)
-        reports = (None if numbers is None else report_of(np.asarray(numbers)) for numbers in (prefilled, decoded))
-        return device, StepReport(*reports)
+        chunks = None if prefilled is None else report_of(np.asarray(prefilled), 0)
+        rounds = None if decoded is None else report_of(np.asarray(decoded), plan.drafts)
+        return device, StepReport(chunks, rounds, self._time(plan, begin))
+
+    def _time(self, plan: Plan, begin: float) -> float | None:
+        """Seconds since `begin`, if they are those of a plan's rounds and of nothing else."""
+        program = (len(plan.decodes), plan.table_width, plan.drafts, plan.tokens, plan.rounds)
+        known = program in self._run_before
+        self._run_before.add(program)
+        return time.perf_counter() - begin if known and not plan.chunks else None
 
     def prepare(self, device: EngineState, plans: Sequence[Plan]) -> None:
         """Compiles, several programs at once, what plans of these shapes need; what is compiled is let be."""
@@ -126,17 +138,17 @@ class Runner:
         )
 
     def _decode(self, device: EngineState, plan: Plan) -> Bound:
-        inputs = decode_inputs(plan.decodes, plan.table_width)
+        settings = {name: getattr(plan, name) for name in ("drafts", "width", "tokens", "rounds")}
         return Bound(
             _decode_program(self.donate),
-            (self.models, _with_rows(device, plan.decodes), inputs),
-            {"drafts": plan.drafts, "rounds": plan.rounds, "implementation": self.implementation},
+            (self.models, _with_rows(device, plan.decodes), decode_inputs(plan)),
+            {**settings, "implementation": self.implementation},
         )
 
 
 def place_rounds(device: EngineState, plan: Plan) -> EngineState:
     """The device state that `run_round` can be applied to for a plan's rounds: its rows, with their new pages."""
-    return give_pages(device, decode_inputs(plan.decodes, plan.table_width))
+    return give_pages(device, decode_inputs(plan))
 
 
 def _with_rows(device: EngineState, rows: tuple) -> EngineState:
@@ -161,9 +173,8 @@ def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, im
     return save_checkpoints(state, inputs.saves), as_array(report)
 
 
-def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, *, drafts, rounds, implementation):
-    state = give_pages(state, inputs)
-    state, report = run_rounds(models, state, drafts=drafts, rounds=rounds, implementation=implementation)
+def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, **settings):
+    state, report = run_rounds(models, give_pages(state, inputs), inputs.chance, **settings)
     return state, as_array(report)
 
 
@@ -174,4 +185,5 @@ def _prefill_program(donate: bool) -> Program:
 
 @functools.cache
 def _decode_program(donate: bool) -> Program:
-    return Program(_run_decodes, static=("drafts", "rounds", "implementation"), donate=("state",) if donate else ())
+    static = ("drafts", "width", "tokens", "rounds", "implementation")
+    return Program(_run_decodes, static=static, donate=("state",) if donate else ())

@@ -27,6 +27,7 @@ class Sequence:
       hashes: of its full pages, as far as they were needed.
       produced_per_round: tokens that each round added to the output.
       drafted_blocks: what was drafted in each of those rounds.
+      verified_per_round: how many of those drafted tokens the target ran.
       fallback: why it no longer drafts although the engine does, if so.
       preemptions: how often it had to give its pages back.
       cached_tokens: prompt tokens it did not have to run, over all its admissions.
@@ -47,6 +48,7 @@ class Sequence:
     hashes: Log[bytes] = dataclasses.field(default_factory=Log)
     produced_per_round: Log[int] = dataclasses.field(default_factory=Log)
     drafted_blocks: Log[tuple[int, ...]] = dataclasses.field(default_factory=Log)
+    verified_per_round: Log[int] = dataclasses.field(default_factory=Log)
     fallback: str | None = None
     preemptions: int = 0
     cached_tokens: int = 0

@@ -27,10 +27,11 @@ from dflash_jax.engine.pages import PagePool
 from dflash_jax.engine.request import Request, SamplingParams
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.state import EngineState
+from dflash_jax.engine.width import experience_from_json, experience_to_json
 from dflash_jax.errors import CheckpointError, DflashError, reason
 
 _STATE, _HOST, _FILES = "state", "host.json", "files.json"
-_VERSION = 3
+_VERSION = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +163,7 @@ def _to_json(snapshot: HostSnapshot) -> dict[str, Any]:
         "undelivered": [dataclasses.asdict(update) for update in host.undelivered],
         "next_id": host.next_id,
         "counters": dataclasses.asdict(host.counters),
+        "experience": None if host.experience is None else experience_to_json(host.experience),
         "pool": {
             "num_pages": pool.num_pages,
             "page_size": pool.page_size,
@@ -224,11 +226,12 @@ def _from_json(values: dict[str, Any]) -> HostSnapshot:
         undelivered=Queue((update.id, update) for update in updates),
         next_id=values["next_id"],
         counters=Counters(**values["counters"]),
+        experience=None if values["experience"] is None else experience_from_json(values["experience"]),
     )
     return HostSnapshot(host, values["setup"], values["shape_of"])
 
 
-_LOGS = ("output", "pages", "produced_per_round", "drafted_blocks")
+_LOGS = ("output", "pages", "produced_per_round", "drafted_blocks", "verified_per_round")
 
 
 def _sequence_to_json(sequence: Sequence) -> dict[str, Any]:
@@ -245,7 +248,7 @@ def _sequence_to_json(sequence: Sequence) -> dict[str, Any]:
 def _sequence_from_json(values: dict[str, Any]) -> Sequence:
     request = values["request"]
     sampling: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in request["sampling"].items()}
-    logs = {name: Log(values[name]) for name in ("output", "pages", "produced_per_round")}
+    logs = {name: Log(values[name]) for name in _LOGS if name != "drafted_blocks"}
     return Sequence(
         **{
             **values,
@@ -268,7 +271,7 @@ def _update_from_json(values: dict[str, Any]) -> Update:
     completion = values["completion"]
     if completion is not None:
         blocks = tuple(tuple(block) for block in completion["drafted_blocks"])
-        lists = {name: tuple(completion[name]) for name in ("token_ids", "produced_per_round")}
+        lists = {name: tuple(completion[name]) for name in ("token_ids", "produced_per_round", "verified_per_round")}
         metrics = Metrics(**completion["metrics"])
         completion = Completion(**{**completion, **lists, "drafted_blocks": blocks, "metrics": metrics})
     return Update(values["id"], tuple(values["token_ids"]), values["text"], completion)

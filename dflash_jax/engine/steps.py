@@ -12,12 +12,14 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.engine.invariants import Violation, violations
+from dflash_jax.engine.prospects import bins_of, hand_out, survival
 from dflash_jax.engine.state import EngineState, Models, Slots
 from dflash_jax.engine.verification import verify_hidden
 from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.kernels.packing import Packing, packing_of
 from dflash_jax.models.drafters import Proposal, drafter_of, without_damage
 from dflash_jax.models.recurrent import commit
 from dflash_jax.models.target import Extension, extend
@@ -32,6 +34,8 @@ class Report(struct.PyTreeNode):
       produced: how many; 0 for rows that did nothing.
       drafts: the drafted block.
       num_drafts: how many tokens were drafted: all of the block, or 0.
+      num_verified: how many of them were verified, from the first on.
+      bins: how sure the draft was of each drafted token, as `prospects.bins_of` says.
       damaged_draft: the draft's scores were not finite; its tokens may be anything.
       position: the slot's position after the step.
       finished: the request has produced its last token.
@@ -43,6 +47,8 @@ class Report(struct.PyTreeNode):
     produced: Int[Array, "*rounds rows"]
     drafts: Int[Array, "*rounds rows drafts"]
     num_drafts: Int[Array, "*rounds rows"]
+    num_verified: Int[Array, "*rounds rows"]
+    bins: Int[Array, "*rounds rows drafts"]
     damaged_draft: Bool[Array, "*rounds rows"]
     position: Int[Array, "*rounds rows"]
     finished: Bool[Array, "*rounds rows"]
@@ -106,6 +112,8 @@ def prefill(
         produced=produced,
         drafts=none.tokens,
         num_drafts=jnp.zeros_like(q_len),
+        num_verified=jnp.zeros_like(q_len),
+        bins=none.tokens,
         damaged_draft=jnp.zeros_like(live),
         position=state.slots.position[slot],
         finished=finished,
@@ -115,65 +123,94 @@ def prefill(
 
 
 def run_round(
-    models: Models, state: EngineState, *, drafts: int, implementation: Implementation | None = None
+    models: Models,
+    state: EngineState,
+    chance: Float[Array, "drafts bins"] | None = None,
+    *,
+    drafts: int,
+    width: int | None = None,
+    tokens: int | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[EngineState, Report]:
     """Propose, verify, accept, commit, for every decoding slot among the rows.
 
     Args:
       models: target and draft.
       state: the engine's state; rows whose slots still prefill do nothing.
+      chance: that a drafted token is kept if those before it are, by position and bin; see `prospects`. Needed
+        where `tokens` is given.
       drafts: k, tokens to draft; 0 decodes plainly. Slots that do not speculate, or whose context has
         passed their draft_limit, decode plainly in any case.
+      width: how many of a block's drafted tokens are verified, at most; all by default.
+      tokens: how many tokens the target runs, anchors included: at least as many as rows. The drafted ones among them
+        are those that are most likely to be kept. None runs rows x (1 + width).
       implementation: of the kernels; see `kernels.dispatch`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
     slot = jnp.maximum(idx_mapping, 0)
     live = (idx_mapping >= 0) & slots.decoding[slot] & ~slots.finished[slot] & (slots.violation[slot] == 0)
-    drafting = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot]) & (drafts > 0)
-    most = jnp.minimum(jnp.where(drafting, 1 + drafts, 1), slots.tokens_left[slot])
-    violation = violations(state, jnp.where(live, idx_mapping, -1), drafting, most)
+    # Who speculates keeps up the context it drafts from, in rounds without a draft as well.
+    speculating = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot])
+    most = jnp.minimum(jnp.where(speculating, 1 + drafts, 1), slots.tokens_left[slot])
+    violation = violations(state, jnp.where(live, idx_mapping, -1), speculating, most)
     live &= violation == 0
-    drafting &= live
-    num_drafts = jnp.where(drafting, drafts, 0)
+    speculating &= live
+    drafting = speculating & (drafts > 0)
+    width = drafts if width is None else min(width, drafts)
     sampler = _sampler_of(slots, slot, live)
     position, anchor = slots.position[slot], slots.anchor[slot]
 
     with jax.named_scope("propose"):
-        proposal = _propose(models, state, jnp.where(drafting, idx_mapping, -1), sampler, drafts, implementation)
-        proposal, damaged = without_damage(proposal, models.target_config.vocab_size)
+        block = _propose(models, state, jnp.where(drafting, idx_mapping, -1), sampler, drafts, implementation)
+        block, damaged = without_damage(block, models.target_config.vocab_size)
+        bins = bins_of(jnp.zeros(block.tokens.shape) if block.margin is None else block.margin)
     with jax.named_scope("verify"):
-        block = jnp.concatenate([anchor[:, None], proposal.tokens], axis=1)
-        q_len = jnp.where(live, 1 + num_drafts, 0)
-        extension = _extend(models, state, jnp.where(live, idx_mapping, -1), block, q_len, implementation)
+        proposal = block.first(width)
+        run = jnp.concatenate([anchor[:, None], proposal.tokens], axis=1)
+        num_verified, packing = jnp.where(drafting, width, 0), None
+        if tokens is not None and tokens < run.size:
+            assert chance is not None, "which tokens are verified depends on the chance that they are kept"
+            likely = survival(bins, chance)[:, :width]
+            num_verified = hand_out(likely, drafting, tokens - live.sum())
+            packing = packing_of(jnp.where(live, 1 + num_verified, 0), 1 + width, tokens)
+        q_len = jnp.where(live, 1 + num_verified, 0)
+        extension = _extend(
+            models, state, jnp.where(live, idx_mapping, -1), run, q_len, implementation, packing=packing
+        )
     with jax.named_scope("accept"):
-        verdict = verify_hidden(models, extension.hidden, proposal, num_drafts, sampler, position, implementation)
+        verdict = verify_hidden(
+            models, extension.hidden, proposal, num_verified, sampler, position, implementation, packing=packing
+        )
         violation = jnp.where(live & ~verdict.finite, int(Violation.finite_logits), violation)
-        live, drafting = live & verdict.finite, drafting & verdict.finite
-        offsets = jnp.arange(1 + drafts)
+        live, speculating = live & verdict.finite, speculating & verdict.finite
+        offsets = jnp.arange(1 + width)
         accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
-        kept = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
-        tokens = jnp.where(offsets < accepted, kept, jnp.where(offsets == accepted, next_token, 0))
-        produced, stopped = _cut(slots, slot, tokens, jnp.where(live, 1 + verdict.accepted, 0))
+        drafted = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
+        kept = jnp.where(offsets < accepted, drafted, jnp.where(offsets == accepted, next_token, 0))
+        produced, stopped = _cut(slots, slot, kept, jnp.where(live, 1 + verdict.accepted, 0))
     with jax.named_scope("commit"):
         left = slots.tokens_left[slot] - produced
         finished = live & (stopped | (left <= 0))
-        state = _commit(models, state, extension, jnp.where(live, idx_mapping, -1), drafting, produced, implementation)
+        rows = jnp.where(live, idx_mapping, -1)
+        state = _commit(models, state, extension, rows, speculating, produced, implementation, packing=packing)
         state = _update(
             state,
-            jnp.where(live, idx_mapping, -1),
-            anchor=jnp.take_along_axis(tokens, jnp.maximum(produced - 1, 0)[:, None], axis=1)[:, 0],
+            rows,
+            anchor=jnp.take_along_axis(kept, jnp.maximum(produced - 1, 0)[:, None], axis=1)[:, 0],
             tokens_left=left,
             finished=finished,
-            # A slot that did not draft did not keep up its context either: it must not draft again.
-            speculating=drafting,
+            # A slot that does not keep up its context must not draft again.
+            speculating=speculating,
         )
         state = _update(state, jnp.where(violation > 0, idx_mapping, -1), violation=violation)
     return state, Report(
-        tokens=tokens,
+        tokens=kept,
         produced=produced,
-        drafts=proposal.tokens,
-        num_drafts=num_drafts,
-        damaged_draft=drafting & damaged,
+        drafts=block.tokens,
+        num_drafts=jnp.where(live & drafting, drafts, 0),
+        num_verified=jnp.where(live, num_verified, 0),
+        bins=bins,
+        damaged_draft=live & drafting & damaged,
         position=state.slots.position[slot],
         finished=finished,
         stopped=stopped,
@@ -182,7 +219,15 @@ def run_round(
 
 
 def run_rounds(
-    models: Models, state: EngineState, *, drafts: int, rounds: int, implementation: Implementation | None = None
+    models: Models,
+    state: EngineState,
+    chance: Float[Array, "drafts bins"] | None = None,
+    *,
+    drafts: int,
+    rounds: int,
+    width: int | None = None,
+    tokens: int | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[EngineState, Report]:
     """Up to `rounds` rounds without the host, ending early when a request finishes or fails.
 
@@ -190,7 +235,9 @@ def run_rounds(
     """
 
     def one(state):
-        return run_round(models, state, drafts=drafts, implementation=implementation)
+        return run_round(
+            models, state, chance, drafts=drafts, width=width, tokens=tokens, implementation=implementation
+        )
 
     _, shapes = jax.eval_shape(one, state)
     reports = jax.tree.map(lambda leaf: jnp.zeros((rounds, *leaf.shape), leaf.dtype), shapes)
@@ -242,7 +289,15 @@ def _propose(models: Models, state: EngineState, idx_mapping, sampler: Sampler, 
 
 
 def _extend(
-    models: Models, state: EngineState, idx_mapping, tokens, q_len, implementation, *, prefill: bool = False
+    models: Models,
+    state: EngineState,
+    idx_mapping,
+    tokens,
+    q_len,
+    implementation,
+    *,
+    prefill: bool = False,
+    packing: Packing | None = None,
 ) -> Extension:
     return extend(
         models.target,
@@ -252,6 +307,7 @@ def _extend(
         q_len,
         recurrent=state.recurrent,
         prefill=prefill,
+        packing=packing,
         feature_layers=models.feature_layers,
         implementation=implementation,
     )
@@ -273,24 +329,30 @@ def _commit(
     state: EngineState,
     extension: Extension,
     idx_mapping: Int[Array, " rows"],
-    drafting: Bool[Array, " rows"],
+    speculating: Bool[Array, " rows"],
     count: Int[Array, " rows"],
     implementation: Implementation | None,
+    *,
+    packing: Packing | None = None,
 ) -> EngineState:
-    """Appends the first `count` of each row's tokens to its target context and, where `drafting`, draft context.
+    """Appends the first `count` of each row's tokens to its target context and, where `speculating`, draft context.
 
     A hybrid target's recurrent states take in the same tokens and no others.
     """
     slot = jnp.maximum(idx_mapping, 0)
     position, draft_len = state.slots.position[slot], state.slots.draft_len[slot]
-    target_pages = state.target_context(idx_mapping).write(extension.entries, count, implementation=implementation)
+    target_context = state.target_context(idx_mapping)
+    target_pages = target_context.write(extension.entries, count, packing=packing, implementation=implementation)
     draft_pages = state.draft_pages
     if models.draft is not None and models.draft_config is not None:
-        positions = position[:, None] + jnp.arange(extension.features.shape[1])
+        if packing is None:
+            positions = position[:, None] + jnp.arange(extension.features.shape[1])
+        else:
+            positions = packing.pack(position[:, None] + jnp.arange(packing.place.shape[1]))
         drafter = drafter_of(models.draft_config)
         entries = drafter.context_entries(models.draft, models.draft_config, extension.features, positions)
-        draft_context = state.draft_context(jnp.where(drafting, idx_mapping, -1))
-        draft_pages = draft_context.write(entries, count, implementation=implementation)
+        draft_context = state.draft_context(jnp.where(speculating, idx_mapping, -1))
+        draft_pages = draft_context.write(entries, count, packing=packing, implementation=implementation)
     recurrent, folded = state.recurrent, state.slots.folded[slot]
     if recurrent is not None:
         assert extension.changes is not None
@@ -301,7 +363,7 @@ def _commit(
         idx_mapping,
         position=position + count,
         folded=folded,
-        draft_len=jnp.where(drafting, draft_len + count, draft_len),
+        draft_len=jnp.where(speculating, draft_len + count, draft_len),
     )
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)
     return after

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.engine.state import Models
 from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.kernels.packing import Packing
 from dflash_jax.models.drafters import Proposal
 from dflash_jax.models.lm_head import target_head
 from dflash_jax.sampling import Sampler, Verdict, verify, verify_greedy
@@ -15,12 +16,14 @@ from dflash_jax.sampling import Sampler, Verdict, verify, verify_greedy
 
 def verify_hidden(
     models: Models,
-    hidden: Float[Array, "rows block hidden"],
+    hidden: Float[Array, "*tokens hidden"],
     proposal: Proposal,
     num_drafts: Int[Array, " rows"],
     sampler: Sampler,
     position: Int[Array, " rows"],
     implementation: Implementation | None = None,
+    *,
+    packing: Packing | None = None,
 ) -> Verdict:
     """Each row's drafted tokens against the target's hidden states.
 
@@ -32,16 +35,20 @@ def verify_hidden(
       hidden: the target's, after the anchor and after each drafted token.
       proposal, num_drafts, sampler, position: see `verify`.
       implementation: of the kernels; see `kernels.dispatch`.
+      packing: of hidden states that are packed.
 
     Returns:
       What to keep. Logits that are not finite decide nothing: the verdict ends before the first of them,
       and is not `finite` if there is nothing before it.
     """
 
-    block, head = hidden.shape[1], target_head(models.target)
+    head = target_head(models.target)
+
+    def unpack(packed: Array) -> Array:
+        return packed if packing is None else packing.unpack(packed)
 
     def from_logits() -> tuple[Verdict, Bool[Array, "rows block"]]:
-        logits = head.logits(hidden, implementation=implementation)
+        logits = unpack(head.logits(hidden, implementation=implementation))
         verdict = verify(logits, proposal.tokens, num_drafts, proposal.candidates, proposal.probs, sampler, position)
         # Of logits with a NaN among them, the largest is NaN.
         best = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -49,7 +56,7 @@ def verify_hidden(
 
     def from_best() -> tuple[Verdict, Bool[Array, "rows block"]]:
         with jax.named_scope("lm_head"):
-            value, best = head.best(hidden, 1, implementation=implementation)
+            value, best = map(unpack, head.best(hidden, 1, implementation=implementation))
         return verify_greedy(best[..., 0], proposal.tokens, num_drafts), jnp.isfinite(value[..., 0])
 
     if head.writes_logits(hidden, implementation=implementation):
@@ -57,8 +64,9 @@ def verify_hidden(
     else:
         verdict, finite = jax.lax.cond(jnp.any(sampler.temperature > 0), from_logits, from_best)
     # A kernel that keeps a running maximum passes over NaN, but hidden states with one give nothing else.
-    finite &= jnp.all(jnp.isfinite(hidden), axis=-1)
-    return _up_to_damage(verdict, proposal, jnp.where(finite.all(axis=1), block, jnp.argmin(finite, axis=1)))
+    finite &= unpack(jnp.all(jnp.isfinite(hidden), axis=-1))
+    none = finite.shape[1]
+    return _up_to_damage(verdict, proposal, jnp.where(finite.all(axis=1), none, jnp.argmin(finite, axis=1)))
 
 
 def _up_to_damage(verdict: Verdict, proposal: Proposal, damaged: Int[Array, " rows"]) -> Verdict:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dflash_jax.engine.host import Policy
+from dflash_jax.engine.host import HostState
 from dflash_jax.engine.pages import pages_for
-from dflash_jax.engine.plan import Plan, bucket
+from dflash_jax.engine.plan import Plan, bucket, with_drafting
+from dflash_jax.engine.width import Width, likely_widths
 
 
-def possible_plans(policy: Policy, page_size: int, *, requests: int | None = None, plain: int = 0) -> list[Plan]:
+def possible_plans(host: HostState, *, requests: int | None = None, plain: int = 0) -> list[Plan]:
     """A plan without requests for each shape that a plan nearly always has.
 
     A request that was preempted and needs more new pages at once than others has a wider table: that is not here.
 
     Args:
-      policy: what plans depend on.
-      page_size: tokens in a page.
+      host: the engine's half, of which no request matters.
       requests: in flight at once, at most; as many as there are slots by default.
       plain: so many of them at most when all in flight decode without drafting.
     """
+    policy = host.policy
     slots = policy.max_slots
     rows = [*_buckets(1, min(requests or slots, slots), slots)]
     budget = policy.prefill_chunk
@@ -30,14 +31,13 @@ def possible_plans(policy: Policy, page_size: int, *, requests: int | None = Non
         if count == 1 or width * count <= budget
     ]
     rounds = policy.rounds_per_step
-    table_width = pages_for(rounds * (1 + policy.k), page_size)
-    ways = {(policy.k, count) for count in rows}
+    table_width = pages_for(rounds * (1 + policy.k), host.pool.page_size)
+    wanted = {(count, width) for count in rows for width in likely_widths(host.experience, count, policy.k)}
     if plain:
-        ways |= {(0, count) for count in _buckets(1, min(plain, slots), slots)}
-    plans += [
-        Plan(decodes=(None,) * count, table_width=table_width, drafts=drafts, rounds=rounds)
-        for drafts, count in sorted(ways)
-    ]
+        wanted |= {(count, Width(0, count)) for count in _buckets(1, min(plain, slots), slots)}
+    for count, width in sorted(wanted):
+        plan = Plan(decodes=(None,) * count, table_width=table_width, rounds=rounds)
+        plans.append(with_drafting(plan, host, width))
     return plans
 
 

@@ -38,6 +38,7 @@ def answer(item_id: str | int, completion: Completion, *, trace: bool) -> Result
         result["trace"] = {
             "produced_per_round": list(completion.produced_per_round),
             "drafted_blocks": [list(block) for block in completion.drafted_blocks],
+            "verified_per_round": list(completion.verified_per_round),
         }
     return result
 
@@ -56,7 +57,7 @@ def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Result
         "error": f"line {line}: {error}",
     }
     if trace:
-        result["trace"] = {"produced_per_round": [], "drafted_blocks": []}
+        result["trace"] = {"produced_per_round": [], "drafted_blocks": [], "verified_per_round": []}
     return result
 
 

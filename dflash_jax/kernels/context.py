@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.block_attention import block_attention
 from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.kernels.packing import Packing
 from dflash_jax.kernels.pages import write_tokens
 
 
@@ -70,15 +71,27 @@ class Context(struct.PyTreeNode):
         )
 
     def write(
-        self, entries: KeyValues, count: Int[Array, " rows"], *, implementation: Implementation | None = None
+        self,
+        entries: KeyValues,
+        count: Int[Array, " rows"],
+        *,
+        packing: Packing | None = None,
+        implementation: Implementation | None = None,
     ) -> KeyValues:
         """The pool with the first `count` tokens of each row appended at the end of its context.
 
         Tokens past `count`, empty rows, and tokens whose page does not exist are dropped: nothing is
         ever written to a page that is not the row's own.
+
+        Args:
+          entries: of the rows' new tokens, dense or packed.
+          count: how many of each row's tokens to keep.
+          packing: of packed ones; None for dense ones.
+          implementation: of the kernels; see `kernels.dispatch`.
         """
         num_pages, page_size = self.pages.k.shape[1:3]
-        offsets = jnp.arange(entries.k.shape[2])
+        width = entries.k.shape[2] if packing is None else packing.place.shape[1]
+        offsets = jnp.arange(width)
         positions = self.row_lengths()[:, None] + offsets
         logical = positions // page_size
         rows = self.block_table[jnp.maximum(self.idx_mapping, 0)]
@@ -88,6 +101,9 @@ class Context(struct.PyTreeNode):
         # One past the end: such tokens are dropped.
         physical = jnp.where(keep, physical, num_pages)
         offset = positions % page_size
+        if packing is not None:
+            physical = jnp.where(packing.real, packing.pack(physical), num_pages)
+            offset = packing.pack(offset)
         return KeyValues(
             k=write_tokens(self.pages.k, entries.k, physical, offset, implementation=implementation),
             v=write_tokens(self.pages.v, entries.v, physical, offset, implementation=implementation),

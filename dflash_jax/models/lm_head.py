@@ -33,6 +33,11 @@ class LmHead(struct.PyTreeNode):
     multiplier: float = struct.field(pytree_node=False, default=1.0)
     softcap: float | None = struct.field(pytree_node=False, default=None)
 
+    @property
+    def size(self) -> int:
+        """How many tokens it has logits for."""
+        return self.weight.shape[1]
+
     def logits(
         self, hidden: Float[Array, "*batch hidden"], *, implementation: Implementation | None = None
     ) -> Float[Array, "*batch logits"]:

@@ -23,6 +23,7 @@ from dflash_jax.kernels.gated_delta import (
     gates,
     write_rows,
 )
+from dflash_jax.kernels.packing import Packing
 from dflash_jax.models.config import TransformerConfig
 from dflash_jax.models.layers import rms_norm
 from dflash_jax.models.weights import GatedDeltaWeights
@@ -93,7 +94,7 @@ def commit(
 
 
 def gated_delta_layer(
-    x: Float[Array, "rows tokens hidden"],
+    x: Float[Array, "batch tokens hidden"],
     weights: GatedDeltaWeights,
     config: TransformerConfig,
     recurrent: Recurrent,
@@ -102,8 +103,9 @@ def gated_delta_layer(
     *,
     layer: int,
     prefill: bool,
+    packing: Packing | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "rows tokens hidden"], Ingredients | RowStates]:
+) -> tuple[Float[Array, "batch tokens hidden"], Ingredients | RowStates]:
     """What a Gated DeltaNet layer adds to the residual stream, and what its tokens change.
 
     Args:
@@ -113,11 +115,13 @@ def gated_delta_layer(
       idx_mapping: row to slot; negative for an empty row.
       q_len: new tokens per row.
       layer: the layer's rank among Gated DeltaNet layers.
-      prefill: as of `models.target.extend`.
+      prefill, packing: as of `models.target.extend`.
       implementation: of the kernels; see `kernels.dispatch`.
     """
     qkv = x @ weights.in_proj_qkv
     g, beta = gates(x @ weights.in_proj_a, x @ weights.in_proj_b, weights.a_log, weights.dt_bias)
+    if packing is not None:
+        qkv, g, beta = (packing.unpack(packed) for packed in (qkv, g, beta))
     compute = gated_delta_prefill if prefill else gated_delta_block
     out, change = compute(
         qkv,
@@ -131,6 +135,8 @@ def gated_delta_layer(
         layer=layer,
         implementation=implementation,
     )
+    if packing is not None:
+        out = packing.pack(out)
     z = (x @ weights.in_proj_z).reshape(out.shape)
     gated = rms_norm(out, weights.norm, config.rms_norm_eps) * jax.nn.silu(z.astype(jnp.float32))
     return gated.astype(x.dtype).reshape(*x.shape[:2], -1) @ weights.out_proj, change

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.kernels.packing import Packing
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.models.layers import linear, mlp, moe, norm, project_gated_q, project_kv
 from dflash_jax.models.lm_head import target_head
@@ -23,7 +24,7 @@ from dflash_jax.models.weights import GatedDeltaWeights, MoeWeights, TargetParam
 
 
 class Extension(struct.PyTreeNode):
-    """What running new tokens through the target yields.
+    """What running new tokens through the target yields; all but `changes` is packed if the tokens were.
 
     Attributes:
       hidden: final hidden states, normalised, ready for the LM head.
@@ -48,6 +49,7 @@ def extend(
     *,
     recurrent: Recurrent | None = None,
     prefill: bool = False,
+    packing: Packing | None = None,
     feature_layers: tuple[int, ...] = (),
     implementation: Implementation | None = None,
 ) -> Extension:
@@ -61,6 +63,7 @@ def extend(
       recurrent: the states of Gated DeltaNet layers, of all slots; None for a target without them.
       prefill: the tokens are a prompt's, all of which count: Gated DeltaNet layers take them in chunks. Otherwise they
         are a block of at most 17, of which some may count, and change the states by the same bits as one by one.
+      packing: runs only the tokens that are real, one behind the other: q_len of each row. None runs rows x tokens.
       feature_layers: 0-based layers whose outputs to return; `target_layer_ids` of the draft. As in transformers'
         `hidden_states[id + 1]`, the last layer's is the state after the final norm.
       implementation: of the kernels; see `kernels.dispatch`.
@@ -70,9 +73,16 @@ def extend(
     """
     if config.gated_delta_layers and recurrent is None:
         raise ValueError("a target with Gated DeltaNet layers needs their states: recurrent is None")
-    positions = context.row_lengths()[:, None] + jnp.arange(tokens.shape[1])
+
+    def pack(dense: Array) -> Array:
+        return dense if packing is None else packing.pack(dense)
+
+    def unpack(packed: Array) -> Array:
+        return packed if packing is None else packing.unpack(packed)
+
+    positions = pack(context.row_lengths()[:, None] + jnp.arange(tokens.shape[1]))
     with jax.named_scope("embedding"):
-        x = params.embedding[tokens]
+        x = params.embedding[pack(tokens)]
     keys: list[Array] = []
     values: list[Array] = []
     changes: list[Any] = []
@@ -91,6 +101,7 @@ def extend(
                     q_len,
                     layer=len(changes),
                     prefill=prefill,
+                    packing=packing,
                     implementation=implementation,
                 )
             changes.append(change)
@@ -103,15 +114,16 @@ def extend(
                 v = jnp.where(jnp.isnan(v), 0, v)
                 mixed = context.attend(
                     len(keys),
-                    q,
-                    k,
-                    v,
+                    unpack(q),
+                    unpack(k),
+                    unpack(v),
                     q_len,
                     causal=layer.causal,
                     window=layer.window,
                     scale=config.head_dim**-0.5,
                     implementation=implementation,
                 )
+                mixed = pack(mixed)
                 if gate is not None:
                     mixed = mixed * jax.nn.sigmoid(gate)
                 mixed = linear(mixed.reshape(*mixed.shape[:2], -1), weights.attention.o_proj)
@@ -132,7 +144,7 @@ def extend(
     chosen = [features[index] for index in feature_layers]
     return Extension(
         hidden=hidden,
-        features=jnp.concatenate(chosen, axis=-1) if chosen else jnp.zeros((*tokens.shape, 0), x.dtype),
+        features=jnp.concatenate(chosen, axis=-1) if chosen else jnp.zeros((*x.shape[:2], 0), x.dtype),
         entries=KeyValues(k=jnp.stack(keys), v=jnp.stack(values)),
         changes=cast(Changes, tuple(changes)) if changes else None,
     )

@@ -21,17 +21,19 @@ def test_a_report_comes_back_as_it_was(rounds, drafts):
         return draw.integers(0, 1 << 30, (*shape, *width), np.int32)
 
     report = Report(
-        tokens=numbers(1 + drafts),
+        tokens=numbers(1 + drafts // 2),
         produced=numbers(),
         drafts=numbers(drafts),
         num_drafts=numbers(),
+        num_verified=numbers(),
+        bins=numbers(drafts),
         damaged_draft=draw.random(shape) > 0.5,
         position=numbers(),
         finished=draw.random(shape) > 0.5,
         stopped=draw.random(shape) > 0.5,
         violation=numbers(),
     )
-    back = report_of(np.asarray(as_array(report)))
+    back = report_of(np.asarray(as_array(report)), drafts)
     for field in dataclasses.fields(Report):
         sent, came = getattr(report, field.name), getattr(back, field.name)
         assert came.dtype == sent.dtype, field.name

@@ -30,7 +30,7 @@ def test_only_idx_mapping_has_a_row_axis():
 def test_a_permuted_plan_is_a_gather_of_its_rows(order, mapping):
     plan = Plan(decodes=tuple(Decode(str(slot), slot) for slot in (5, 2, 7)))
     permuted = plan.permuted([], order)
-    assert decode_inputs(permuted.decodes, 1).idx_mapping.tolist() == mapping
+    assert decode_inputs(permuted).idx_mapping.tolist() == mapping
 
 
 def test_idx_mapping_is_written_whole_from_the_plan():

@@ -21,7 +21,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dflash_jax.engine.admit import admit
 from dflash_jax.engine.check import check_state
 from dflash_jax.engine.host import preempt
+from tests.engine.budgets import blocks_along, with_budget
 from tests.engine.poison import poison, poison_slots
+from tests.memory_maps import let_go_of_programs
 from tests.pairs import HYBRID, alone, engine, prompts, step_in_order
 
 SLOTS, PAGE_SIZE = (int(n) for n in os.environ.get("DFLASH_JAX_MACHINE", "4x16").split("x"))
@@ -43,6 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(pages=st.sampled_from([96, 128, 480]), cache=st.booleans(), chunk=st.sampled_from([128, 16]))
     def start(self, pages, cache, chunk):
+        let_go_of_programs()
         sizes = {"max_slots": SLOTS, "page_size": PAGE_SIZE, "prefill_chunk": chunk, "prefix_cache": cache}
         self.engine = engine(self.pair, pages=pages // PAGE_SIZE, **sizes)
         self.asked = {}
@@ -106,13 +109,14 @@ class EngineMachine(RuleBasedStateMachine):
         looked_up_again = admit(dataclasses.replace(host, refusal=None))
         assert list(admit(host).running) == list(looked_up_again.running), "a refusal outlived its reason"
         for sequence in self.engine.host.in_flight:
-            self.compare(sequence.id, tuple(sequence.output), tuple(sequence.drafted_blocks))
-        for request_id, completion in self.done.items():
+            self.compare(sequence, tuple(sequence.output), tuple(sequence.drafted_blocks))
+        for completion in self.done.values():
             assert completion.finish_reason in ("length", "abort"), completion.error
-            self.compare(request_id, completion.token_ids, completion.drafted_blocks)
+            self.compare(completion, completion.token_ids, completion.drafted_blocks)
 
-    def compare(self, request_id, tokens, blocks):
-        wanted = alone(self.pair, *self.asked[request_id])
+    def compare(self, sequence, tokens, blocks):
+        """The tokens and blocks of a request so far, a `Sequence` or a `Completion`, against what it does alone."""
+        wanted = alone(self.pair, *self.asked[sequence.id])
         assert tokens == wanted.token_ids[: len(tokens)]
         assert blocks == wanted.drafted_blocks[: len(blocks)]
 
@@ -125,8 +129,41 @@ class EngineMachine(RuleBasedStateMachine):
         assert set(self.done) == set(self.asked)
         for request_id, completion in self.done.items():
             if completion.finish_reason == "length":
-                assert completion.token_ids == alone(self.pair, *self.asked[request_id]).token_ids
+                self.compare_whole(request_id, completion)
         assert self.engine.host.pool.available == self.engine.host.pool.num_pages
+
+    def compare_whole(self, request_id, completion):
+        assert completion.token_ids == alone(self.pair, *self.asked[request_id]).token_ids
+
+
+class WidthMachine(EngineMachine):
+    """The same, with rounds that verify any number of drafted tokens, or draft nothing.
+
+    What greedy requests say is what they would say alone, and each block is what would be drafted from their tokens so
+    far. How many rounds that takes, and what sampled requests draw, depends on the widths.
+    """
+
+    @rule(per_row=st.sampled_from([1, 1.5, 2, 3.25, 8]), steps=st.integers(1, 4))
+    def step_with_a_budget(self, per_row, steps):
+        run = self.engine._run
+        with_budget(self.engine, lambda plan: int(per_row * len(plan.decodes)))
+        self.step(steps)
+        self.engine._run = run
+
+    def compare(self, sequence, tokens, blocks):
+        prompt, sampling = self.asked[sequence.id]
+        if "temperature" in dict(sampling):
+            return
+        wanted = alone(self.pair, prompt, sampling).token_ids
+        assert tokens == wanted[: len(tokens)]
+        along, count = blocks_along(self.pair, prompt, wanted), 1
+        for produced, block in zip(sequence.produced_per_round, blocks, strict=True):
+            assert not block or block == along[count]
+            count += produced
+
+    def compare_whole(self, request_id, completion):
+        if "temperature" not in dict(self.asked[request_id][1]):
+            super().compare_whole(request_id, completion)
 
 
 class HybridMachine(EngineMachine):
@@ -142,5 +179,7 @@ _SETTINGS = settings(
 )
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = _SETTINGS
+TestWidthMachine = WidthMachine.TestCase
+TestWidthMachine.settings = settings(_SETTINGS, max_examples=max(1, settings.default.max_examples // 2))
 TestHybridMachine = HybridMachine.TestCase
 TestHybridMachine.settings = settings(_SETTINGS, max_examples=max(1, settings.default.max_examples // 2))

@@ -35,7 +35,7 @@ class Job:
     def configure(self, **sections: Any) -> Path:
         values = {
             "target": {"path": str(GOLDEN / "recall-target")},
-            "draft": {"path": str(GOLDEN / "recall-dflash2")},
+            "draft": {"path": str(GOLDEN / "recall-dflash2"), "width": 7},
             "engine": ENGINE,
             "sampling": {"max_tokens": 48},
             "input": {"path": str(self.directory / "in.jsonl")},

@@ -46,7 +46,7 @@ def kill_at(job, seconds):
 @pytest.mark.parametrize("pair", ["recall-dflash2", "recall-hybrid-dflash2"])
 def test_a_job_killed_again_and_again_ends_as_if_it_never_was(job, pair):
     target = "recall-hybrid-target" if "hybrid" in pair else "recall-target"
-    models = {"target": {"path": str(GOLDEN / target)}, "draft": {"path": str(GOLDEN / pair)}}
+    models = {"target": {"path": str(GOLDEN / target)}, "draft": {"path": str(GOLDEN / pair), "width": 7}}
     job.configure(**models)
     job.prompts(*(prompt(n % len(CASES), n) for n in range(COUNT)))
     job.run("output.trace=true")

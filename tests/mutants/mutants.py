@@ -36,7 +36,7 @@ _SAMPLING = "tests/sampling/test_distribution.py::"
 _BLOCKS = r"(drafted\[: len\(full_blocks\(case\)\)\] == full_blocks|produced_per_round\) == case|record\()"
 
 _READ = "    context = state.draft_context(idx_mapping)\n"
-_WRITE = "        draft_pages = draft_context.write(entries, count, implementation=implementation)\n"
+_WRITE = "        draft_pages = draft_context.write(entries, count, packing=packing, implementation=implementation)\n"
 _CONTINUOUS = "    continuous = ~drafting | (slots.draft_len[slot] == slots.position[slot])\n"
 _ROWS = "jnp.where(idx_mapping >= 0, jnp.arange(idx_mapping.shape[0]), -1)"
 _UNCHECKED = ("engine/invariants.py", _CONTINUOUS, "    continuous = jnp.ones_like(drafting)\n")
@@ -56,10 +56,10 @@ _OF_GOLDEN_PAIRS = (
         (
             (
                 "engine/steps.py",
-                "    drafting = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot]) & (drafts > 0)\n",
-                "    drafting = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot]) & (drafts > 0)\n"
+                "    speculating = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot])\n",
+                "    speculating = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot])\n"
                 "    moved = (slot != jnp.arange(slot.shape[0])) & (slots.position[slot] > 20)\n"
-                "    drafting &= ~moved\n",
+                "    speculating &= ~moved\n",
             ),
             _UNCHECKED,
         ),
@@ -90,7 +90,7 @@ _OF_GOLDEN_PAIRS = (
     ),
     Mutant(
         "never call propose",
-        (("engine/plan.py", "drafts=policy.k if any(", "drafts=0 if any("),),
+        (("engine/plan.py", "    if not drafting:\n", "    if drafting:\n"),),
         _SITUATIONS + "test_metrics_count_as_vllm_does",
         r"drafted_request_steps == len\(rounds\)",
     ),
@@ -430,8 +430,13 @@ _OF_GOLDEN_PAIRS = (
         (
             (
                 "engine/run.py",
-                "decode_inputs(plan.decodes, plan.table_width)\n        return Bound",
-                "decode_inputs(\n            tuple(\n                decode or (Decode(plan.chunks[0].id, plan.chunks[0].slot) if plan.chunks else None)\n                for decode in plan.decodes\n            ),\n            plan.table_width,\n        )\n        return Bound",
+                "(self.models, _with_rows(device, plan.decodes), decode_inputs(plan)),",
+                "(self.models, _with_rows(device, plan.decodes), decode_inputs(\n"
+                "                dataclasses.replace(plan, decodes=tuple(\n"
+                "                    decode or (Decode(plan.chunks[0].id, plan.chunks[0].slot) if plan.chunks else None)\n"
+                "                    for decode in plan.decodes\n"
+                "                ))\n"
+                "            )),",
             ),
             ("engine/run.py", "import Plan, make_plan\n", "import Decode, Plan, make_plan\n"),
         ),
@@ -567,8 +572,8 @@ _OF_HYBRIDS = (
         (
             (
                 "engine/steps.py",
-                "jnp.where(live, idx_mapping, -1), block, q_len, implementation)",
-                "jnp.where(live, idx_mapping, -1), block, q_len, implementation, prefill=True)",
+                "jnp.where(live, idx_mapping, -1), run, q_len, implementation, packing=packing",
+                "jnp.where(live, idx_mapping, -1), run, q_len, implementation, packing=packing, prefill=True",
             ),
         ),
         _GOLDEN + "test_each_case_alone_is_the_golden_record[recall-hybrid-dflash2]",
@@ -911,6 +916,66 @@ _OF_THE_HOST = (
     ),
 )
 
+_WIDTH = "tests/engine/test_width.py::"
+
+_OF_WIDTH = (
+    Mutant(
+        "verify the drafted tokens that were likely to be drawn",
+        (
+            (
+                "engine/steps.py",
+                "bins_of(jnp.zeros(block.tokens.shape) if block.margin is None else block.margin)",
+                "bins_of(jnp.where(block.tokens == block.candidates[..., 0], 9.0, 0.0))",
+            ),
+        ),
+        _WIDTH + "test_what_sampled_requests_say_is_distributed_as_without_a_budget",
+        r"max\(map\(abs",
+    ),
+    Mutant(
+        "keep up the draft's context in rounds with a draft only",
+        (
+            (
+                "engine/steps.py",
+                "        state = _commit(models, state, extension, rows, speculating, produced,",
+                "        state = _commit(models, state, extension, rows, drafting, produced,",
+            ),
+            _UNCHECKED,
+        ),
+        _WIDTH + "test_rounds_without_a_draft_keep_up_the_context_of_the_next_draft[recall-dflash2]",
+        r"assert",
+    ),
+    Mutant(
+        "hand out a budget to later tokens of a block before earlier ones",
+        (("engine/prospects.py", "return taken.sum(1)", "return jnp.where(taken.any(1), 1, 0)"),),
+        _WIDTH + "test_a_budget_goes_to_whole_rows_and_parts_of_rows_and_changes_nothing[recall-dflash2]",
+        r"all rows got the same",
+    ),
+    Mutant(
+        "pack a row's tokens one place too far",
+        (("kernels/packing.py", "start = jnp.cumsum(q_len) - q_len\n", "start = jnp.cumsum(q_len) - q_len + 1\n"),),
+        _WIDTH + "test_a_budget_goes_to_whole_rows_and_parts_of_rows_and_changes_nothing[recall-dflash2]",
+        r"assert",
+    ),
+    Mutant(
+        "count drafted tokens as verified when they were not",
+        (("engine/absorb.py", ".extend((row.num_verified,))", ".extend((row.num_drafts,))"),),
+        _WIDTH + "test_metrics_count_what_was_verified",
+        r"drafts_proposed",
+    ),
+    Mutant(
+        "count what was never reached as not kept",
+        (("engine/calibration.py", " & (offsets <= accepted[:, None])", ""),),
+        _WIDTH + "test_a_sure_draft_counts_as_likelier_before_and_after_calibration",
+        r"all that were reached",
+    ),
+    Mutant(
+        "never run again what was slow once",
+        (("engine/width.py", "if width != best and costs.age(kind(width)) >= _STALE", "if False"),),
+        _WIDTH + "test_what_did_not_run_for_long_is_run_once_again",
+        r"assert",
+    ),
+)
+
 MUTANTS = (
     *_OF_GOLDEN_PAIRS,
     *_OF_THE_HOST,
@@ -918,5 +983,6 @@ MUTANTS = (
     *_OF_HYBRID_MODELS,
     *_OF_JOBS,
     *_OF_TEXT,
+    *_OF_WIDTH,
     *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR),
 )

@@ -52,9 +52,14 @@ class DFlash:
         hidden = run[:, 1:]
         with jax.named_scope("lm_head"):
             head = draft_head(config, target, shortlist)
-            scores, tokens = head.best(hidden, config.candidates, implementation=implementation)
+            # The second best tells how sure the draft is of the best.
+            scores, tokens = head.best(hidden, max(config.candidates, min(2, head.size)), implementation=implementation)
         positions = context.row_lengths()[:, None] + 1 + jnp.arange(drafts)
-        return self.choose(params, hidden, tokens, scores, anchor, positions, sampler, implementation=implementation)
+        candidates, best = tokens[..., : config.candidates], scores[..., : config.candidates]
+        proposal = self.choose(
+            params, hidden, candidates, best, anchor, positions, sampler, implementation=implementation
+        )
+        return proposal.replace(margin=scores[..., 0] - scores[..., min(1, scores.shape[-1] - 1)])
 
     def choose(
         self,

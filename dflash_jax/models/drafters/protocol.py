@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
@@ -25,11 +26,19 @@ class Proposal(struct.PyTreeNode):
 
     `probs[r, l]` is q over `candidates[r, l]`; every other token has probability 0. A greedy proposal
     puts 1 on the drafted token. Where the draft's scores are not finite, neither is q.
+
+    `margin[r, l]` is how far the best score of a position lies above the second, before anything is drawn. It tells
+    how sure the draft is, and so which tokens are worth verifying; None if a kind of draft cannot say.
     """
 
     tokens: Int[Array, "rows drafts"]
     candidates: Int[Array, "rows drafts candidates"]
     probs: Float[Array, "rows drafts candidates"]
+    margin: Float[Array, "rows drafts"] | None = None
+
+    def first(self, count: int) -> Proposal:
+        """The first `count` tokens of each block."""
+        return jax.tree.map(lambda leaf: leaf[:, :count], self)
 
 
 def without_damage(proposal: Proposal, vocab_size: int) -> tuple[Proposal, Bool[Array, " rows"]]:
@@ -49,7 +58,10 @@ def without_damage(proposal: Proposal, vocab_size: int) -> tuple[Proposal, Bool[
         return jnp.where(damaged.reshape(-1, *[1] * (of.ndim - 1)), instead, of)
 
     mended = Proposal(
-        mend(tokens, proposal.tokens), mend(tokens[..., None], proposal.candidates), mend(certain, proposal.probs)
+        mend(tokens, proposal.tokens),
+        mend(tokens[..., None], proposal.candidates),
+        mend(certain, proposal.probs),
+        None if proposal.margin is None else mend(0, proposal.margin),
     )
     return mended, damaged
 
