@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dflash_jax.engine.absorb import absorb
+from dflash_jax.engine.device import compiler_options
 from dflash_jax.engine.host import HostState
 from dflash_jax.engine.identity import ModelIdentity, ModelsIdentity, identify
 from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs, decode_inputs, prefill_inputs
@@ -169,9 +170,19 @@ def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, *, dr
 
 @functools.cache
 def _prefill_program(donate: bool) -> Program:
-    return Program(_run_chunks, static=("implementation",), donate=("state",) if donate else ())
+    return Program(
+        _run_chunks,
+        static=("implementation",),
+        donate=("state",) if donate else (),
+        compiler_options=compiler_options(),
+    )
 
 
 @functools.cache
 def _decode_program(donate: bool) -> Program:
-    return Program(_run_decodes, static=("drafts", "rounds", "implementation"), donate=("state",) if donate else ())
+    return Program(
+        _run_decodes,
+        static=("drafts", "rounds", "implementation"),
+        donate=("state",) if donate else (),
+        compiler_options=compiler_options(),
+    )
