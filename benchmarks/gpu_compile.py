@@ -106,16 +106,16 @@ def describe(compiled, models, state) -> dict[str, int]:
         "donated_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "pool_copies": sum(shape in pools for shape in copies),
-        "weight_copies": _weight_copies(_without_fused(text), models),
+        "weight_copies": _weight_copies(text, models),
     }
 
 
 def _weight_copies(text: str, models) -> int:
-    """Matrices that a program makes with as many rows as a model's activations are wide: of other matrices."""
+    """Matrices, with as many rows as a model's activations are wide, that are concatenated from others."""
     widths = {models.target_config.hidden_size, models.draft_config.hidden_size}
     dtype = {"bfloat16": "bf16", "float32": "f32"}[models.target.embedding.dtype.name]
-    made = re.findall(rf"= {dtype}\[(\d+),(\d+)\]\S* (?:fusion|copy|copy-start|concatenate)\(", text)
-    return sum(int(rows) in widths and int(columns) >= 64 for rows, columns in made)
+    made = re.findall(rf"= {dtype}\[(\d+),\d+\]\S* concatenate\(.*dimensions={{1}}", text)
+    return sum(int(rows) in widths for rows in made)
 
 
 def _without_fused(text: str) -> str:

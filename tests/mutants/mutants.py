@@ -664,8 +664,8 @@ _OF_HYBRIDS = (
 
 _SAMPLED = "tests/engine/test_sampled.py::"
 
-# The same gates on the pair that this package trained: its drafter must notice too.
-_OF_THE_TRAINED_PAIR = (
+# The same gates on the pairs that this package trained: their drafters must notice too.
+_OF_TRAINED_PAIRS = (
     ("skip the context write of the last accepted token", _GOLDEN + "test_each_case_alone_is_the_golden_record"),
     ("take the context of slot s + 1", _GOLDEN + "test_all_cases_at_once_are_as_alone"),
     (
@@ -735,9 +735,9 @@ _OF_JOBS = (
 )
 
 
-def _on_the_trained_pair(name: str, test: str) -> Mutant:
+def _on_a_trained_pair(pair: str, name: str, test: str) -> Mutant:
     [mutant] = [mutant for mutant in _OF_GOLDEN_PAIRS if mutant.name == name]
-    parameters = "recall-trained-7" if "preempted" in test else "recall-trained"
+    parameters = f"{pair}-7" if "preempted" in test else pair
     return dataclasses.replace(mutant, gate=f"{test}[{parameters}]")
 
 
@@ -924,5 +924,9 @@ MUTANTS = (
     *_OF_HYBRID_MODELS,
     *_OF_JOBS,
     *_OF_TEXT,
-    *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR),
+    *(
+        _on_a_trained_pair(pair, *gate)
+        for pair in ("recall-trained", "recall-hybrid-trained")
+        for gate in _OF_TRAINED_PAIRS
+    ),
 )
