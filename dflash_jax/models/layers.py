@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.dispatch import Implementation
-from dflash_jax.kernels.experts import run_experts
+from dflash_jax.kernels.experts import mix_experts
 from dflash_jax.models.config import MoeConfig, RopeConfig, TransformerConfig
 from dflash_jax.models.weights import AttentionWeights, Linear, MlpWeights, MoeWeights
 
@@ -146,22 +146,7 @@ def moe(
     if config.normalize_top_k:
         shares = shares / shares.sum(-1, keepdims=True)
     matrices = weights.gate_proj, weights.up_proj, weights.down_proj
-    mixed = _weighted_sum(run_experts(tokens, experts, *matrices, implementation=implementation), shares)
+    mixed = mix_experts(tokens, experts, shares, *matrices, implementation=implementation)
     if weights.shared is not None:
         mixed = mixed + jax.nn.sigmoid(tokens @ weights.shared.gate) * mlp(tokens, weights.shared.mlp)
     return mixed.reshape(x.shape).astype(x.dtype)
-
-
-def _weighted_sum(
-    values: Float[Array, "tokens chosen hidden"], shares: Float[Array, "tokens chosen"]
-) -> Float[Array, "tokens hidden"]:
-    """In float32, added in order.
-
-    Of the first two products the compiler could fuse either with the addition, and choose otherwise for other
-    numbers of tokens; a product behind a condition cannot be fused.
-    """
-    values, shares = values.astype(jnp.float32), shares[..., None]
-    total = jnp.where(shares[:, 0] != 0, shares[:, 0] * values[:, 0], 0)
-    for place in range(1, values.shape[1]):
-        total = total + shares[:, place] * values[:, place]
-    return total

@@ -1,5 +1,5 @@
 """The experts of a sparse MLP."""
 
-from dflash_jax.kernels.experts.api import run_experts
+from dflash_jax.kernels.experts.api import mix_experts
 
-__all__ = ["run_experts"]
+__all__ = ["mix_experts"]

@@ -1,4 +1,4 @@
-"""`run_experts` on CPUs, from C++; see `kernels/native/experts.cc`."""
+"""`mix_experts` on CPUs, from C++; see `kernels/native/experts.cc`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ def unsupported(
     return native.unavailable()
 
 
-def run_experts(
+def mix_experts(
     x: Float[Array, "tokens hidden"],
     experts: Int[Array, "tokens chosen"],
+    shares: Float[Array, "tokens chosen"],
     gate_proj: Float[Array, "experts hidden expert_hidden"],
     up_proj: Float[Array, "experts hidden expert_hidden"],
     down_proj: Float[Array, "experts expert_hidden hidden"],
-) -> Float[Array, "tokens chosen hidden"]:
-    """See `api.run_experts`; a token's results are bitwise the same whatever other tokens there are.
+) -> Float[Array, "tokens hidden"]:
+    """See `api.mix_experts`; a token's result is bitwise the same whatever other tokens there are.
 
     Only the matrices of experts that a token takes are read. It has no derivative.
     """
@@ -33,7 +34,23 @@ def run_experts(
     tokens = jnp.repeat(x, experts.shape[1], axis=0)
     # XLA's products of 16 bits are of 16 bits, too.
     gate, up = (multiply(tokens, matrices, flat).astype(dtype) for matrices in (gate_proj, up_proj))
-    return multiply(jax.nn.silu(gate) * up, down_proj, flat).astype(dtype).reshape(*experts.shape, -1)
+    down = multiply(jax.nn.silu(gate) * up, down_proj, flat)
+    return _weighted_sum(down.reshape(*experts.shape, -1), shares)
+
+
+def _weighted_sum(
+    values: Float[Array, "tokens chosen hidden"], shares: Float[Array, "tokens chosen"]
+) -> Float[Array, "tokens hidden"]:
+    """The sum, added in order.
+
+    Of the first two products the compiler could fuse either with the addition, and choose otherwise for other
+    numbers of tokens; a product behind a condition cannot be fused.
+    """
+    shares = shares[..., None]
+    total = jnp.where(shares[:, 0] != 0, shares[:, 0] * values[:, 0], 0)
+    for place in range(1, values.shape[1]):
+        total = total + shares[:, place] * values[:, place]
+    return total
 
 
 def multiply(
