@@ -2,8 +2,8 @@
 
 XLA compiles ahead of time for a GPU that is only described, Pallas kernels included. The result cannot
 run here; it says how many kernels a round launches, what memory it needs, whether the state is updated
-in place, and whether a page pool is copied anywhere. Exits with 1 if a pool is copied, if temporary
-memory grows with the pool, or if the state is not donated whole.
+in place, and whether a page pool, a table of states or weights are copied anywhere. Exits with 1 if
+they are, if temporary memory grows with the pool, or if the state is not donated whole.
 
 Needs an environment of its own with JAX's CUDA plugin at the version the project is pinned to (3 GB):
 
@@ -28,6 +28,7 @@ import jax
 from jax.experimental import topologies
 from published_shapes import DRAFTS, PAIRS, abstract_models, abstract_state, pair
 
+from dflash_jax.engine.device import GPU_OPTIONS
 from dflash_jax.engine.steps import run_rounds
 
 H200 = """
@@ -76,11 +77,11 @@ def compile_round(*, of: str, rows: int, num_pages: int, page_size: int, rounds:
         return run_rounds(models, state, drafts=DRAFTS, rounds=rounds, implementation=implementation)
 
     traced = jax.jit(step, donate_argnums=1).trace(models, state)
-    return traced.lower(lowering_platforms=("cuda",)).compile(), models, state
+    return traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=GPU_OPTIONS), models, state
 
 
 def describe(compiled, models, state) -> dict[str, int]:
-    """Launches (of a loop's body once), bytes, and copies of pools and of recurrent states.
+    """Launches (of a loop's body once), bytes, and copies of pools, of recurrent states and of weights.
 
     `kernels` and `mosaic_gpu` count both branches of a conditional, `always` and `logits_bytes` (float32 arrays
     over the vocabulary) only what lies in no branch: what every round launches and writes, whoever samples.
@@ -105,7 +106,16 @@ def describe(compiled, models, state) -> dict[str, int]:
         "donated_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "pool_copies": sum(shape in pools for shape in copies),
+        "weight_copies": _weight_copies(text, models),
     }
+
+
+def _weight_copies(text: str, models) -> int:
+    """Matrices, with as many rows as a model's activations are wide, that are concatenated from others."""
+    widths = {models.target_config.hidden_size, models.draft_config.hidden_size}
+    dtype = {"bfloat16": "bf16", "float32": "f32"}[models.target.embedding.dtype.name]
+    made = re.findall(rf"= {dtype}\[(\d+),\d+\]\S* concatenate\(.*dimensions={{1}}", text)
+    return sum(int(rows) in widths for rows in made)
 
 
 def _without_fused(text: str) -> str:
@@ -139,7 +149,7 @@ def main() -> int:
     middle = arguments.rows[len(arguments.rows) // 2]
     # Several rounds in one dispatch are a loop, which is where XLA is tempted to copy; plain XLA to compare with.
     cases = [("mosaic_gpu", rows, 1) for rows in arguments.rows] + [("mosaic_gpu", middle, 4), ("xla", middle, 1)]
-    columns = ("kernels", "always", "mosaic_gpu", "matmul", "pool_copies")
+    columns = ("kernels", "always", "mosaic_gpu", "matmul", "pool_copies", "weight_copies")
     print(
         "| kernels of | rows | rounds | pages | "
         + " | ".join(columns)
@@ -170,6 +180,8 @@ def main() -> int:
             case = f"{implementation}, {rows} rows, {rounds} rounds, {num_pages} pages"
             if found["pool_copies"]:
                 wrong.append(f"{case}: {found['pool_copies']} copies of a page pool")
+            if found["weight_copies"]:
+                wrong.append(f"{case}: {found['weight_copies']} copies of weights")
             if found["donated_bytes"] < found["state_bytes"]:
                 wrong.append(f"{case}: {found['state_bytes'] - found['donated_bytes']} bytes not donated")
         if max(temporary.values()) > 1.1 * min(temporary.values()):

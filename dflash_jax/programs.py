@@ -42,7 +42,14 @@ class Program:
     else compiled and, if it can be, kept.
     """
 
-    def __init__(self, function: Callable, *, static: Sequence[str] = (), donate: Sequence[str] = ()):
+    def __init__(
+        self,
+        function: Callable,
+        *,
+        static: Sequence[str] = (),
+        donate: Sequence[str] = (),
+        compiler_options: dict[str, Any] | None = None,
+    ):
         """Makes a program; nothing is compiled yet.
 
         Args:
@@ -50,11 +57,17 @@ class Program:
             changed, so that its form is worked out once for each object.
           static: names of the static arguments.
           donate: names of the positional arguments whose memory is used again.
+          compiler_options: XLA's, as `jax.jit` takes them.
         """
         self.name = function.__name__
         self._full_name = f"{function.__module__}.{function.__qualname__}"
         self._donate = tuple(donate)
-        self._jitted = jax.jit(function, static_argnames=tuple(static), donate_argnames=self._donate)
+        self._jitted = jax.jit(
+            function,
+            static_argnames=tuple(static),
+            donate_argnames=self._donate,
+            compiler_options=compiler_options,
+        )
         self._compiled: dict[Hashable, Callable] = {}
         self._making: dict[Hashable, threading.Lock] = {}
         self._lock = threading.Lock()

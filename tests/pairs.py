@@ -1,4 +1,4 @@
-"""The recall pairs and their records, loaded once: the reference's golden ones, and one trained by this package."""
+"""The recall pairs and their records, loaded once: the reference's golden ones, and two trained by this package."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ from dflash_jax.engine.plan import make_plan
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = ("recall-dflash1", "recall-dflash2", "recall-dflash2-swa")
 
-# What configs/train-recall.yaml makes. Its record is the engine's own, of each request alone.
+# What configs/train-recall.yaml and configs/train-recall-hybrid.yaml make. Their records are the engine's own, of each
+# request alone.
 TRAINED = "recall-trained"
-TRAINED_FILES = Path(__file__).parent / TRAINED
+TRAINED_HYBRID = "recall-hybrid-trained"
+ALL_TRAINED = (TRAINED, TRAINED_HYBRID)
 
 # A Qwen3.5 target: its reference record was made without any cache, in whole blocks.
 HYBRID = "recall-hybrid-dflash2"
-SERVED = (*PAIRS, TRAINED, HYBRID)
+SERVED = (*PAIRS, *ALL_TRAINED, HYBRID)
 
 SAMPLING: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
 
@@ -36,13 +38,18 @@ SAMPLING: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
 SIZES: dict[str, Any] = {"max_slots": 4, "max_model_len": 160, "page_size": 16, "strict": True}
 
 
+def trained_files(pair: str) -> Path:
+    """The directory of a pair that was trained by this package."""
+    return Path(__file__).parent / pair
+
+
 @functools.cache
 def models(draft: str | None) -> Models:
-    folders = {TRAINED: TRAINED_FILES / "target", HYBRID: GOLDEN / "recall-hybrid-target"}
-    target = load_target(folders.get(draft, GOLDEN / "recall-target"))
+    folder = GOLDEN / ("recall-hybrid-target" if draft == HYBRID else "recall-target")
+    target = load_target(trained_files(draft) / "target" if draft in ALL_TRAINED else folder)
     if draft is None:
         return Models(target.params, target.config)
-    loaded = load_draft(TRAINED_FILES / "draft" if draft == TRAINED else GOLDEN / draft)
+    loaded = load_draft(trained_files(draft) / "draft" if draft in ALL_TRAINED else GOLDEN / draft)
     return Models(target.params, target.config, loaded.params, loaded.config)
 
 
@@ -70,7 +77,7 @@ def engine(
 
 @functools.cache
 def cases(draft: str) -> tuple[dict[str, Any], ...]:
-    file = TRAINED_FILES / "cases.json" if draft == TRAINED else GOLDEN / f"{draft}.json"
+    file = trained_files(draft) / "cases.json" if draft in ALL_TRAINED else GOLDEN / f"{draft}.json"
     return tuple(json.loads(file.read_text())["cases"])
 
 

@@ -1,7 +1,8 @@
-"""Layout of the weights: what is fastest on a device."""
+"""What is fastest on a device: the layout of the weights, and XLA's options."""
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from dflash_jax.engine.state import Models
@@ -24,3 +25,16 @@ def fastest_layout(dtype: jnp.dtype, implementation: Implementation | None) -> L
     """The layout of matrices that the implementation is fastest with."""
     for_native = (implementation or default()) == "native" and native.available()
     return "out_in" if for_native and native.computes(dtype) else "in_out"
+
+
+GPU_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+"""XLA's options for GPUs.
+
+Products that share an input are merged into one if one of them has a matrix of at most so many megabytes. XLA copies
+the matrices into one for that, in every step: nearly all of an attention or Gated DeltaNet layer's projections.
+"""
+
+
+def compiler_options() -> dict[str, int] | None:
+    """XLA's options for programs of the default backend, as `jax.jit` takes them."""
+    return GPU_OPTIONS if jax.default_backend() == "gpu" else None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dflash_jax.engine.absorb import absorb
+from dflash_jax.engine.device import compiler_options
 from dflash_jax.engine.host import HostState
 from dflash_jax.engine.identity import ModelIdentity, ModelsIdentity, identify
 from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs, decode_inputs, prefill_inputs
@@ -180,10 +181,19 @@ def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, **set
 
 @functools.cache
 def _prefill_program(donate: bool) -> Program:
-    return Program(_run_chunks, static=("implementation",), donate=("state",) if donate else ())
+    return Program(
+        _run_chunks,
+        static=("implementation",),
+        donate=("state",) if donate else (),
+        compiler_options=compiler_options(),
+    )
 
 
 @functools.cache
 def _decode_program(donate: bool) -> Program:
-    static = ("drafts", "width", "tokens", "rounds", "implementation")
-    return Program(_run_decodes, static=static, donate=("state",) if donate else ())
+    return Program(
+        _run_decodes,
+        static=("drafts", "width", "tokens", "rounds", "implementation"),
+        donate=("state",) if donate else (),
+        compiler_options=compiler_options(),
+    )

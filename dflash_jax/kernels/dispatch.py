@@ -46,6 +46,7 @@ _MODULES: Mapping[str, Mapping[Implementation, str]] = {
         "mosaic_gpu": "gated_delta.mosaic_gpu_chunks",
     },
     "matmul": {"reference": "matmul.xla", "xla": "matmul.xla", "native": "matmul.native"},
+    "mix_experts": {"reference": "experts.xla", "xla": "experts.xla", "native": "experts.native"},
     "select_path": {"reference": "selector.xla", "xla": "selector.xla", "mosaic_gpu": "selector.mosaic_gpu"},
     "write_tokens": {"reference": "pages.xla", "xla": "pages.xla", "native": "pages.native"},
 }

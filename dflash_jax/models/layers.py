@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.kernels.experts import mix_experts
 from dflash_jax.models.config import MoeConfig, RopeConfig, TransformerConfig
 from dflash_jax.models.weights import AttentionWeights, Linear, MlpWeights, MoeWeights
 
@@ -131,27 +133,20 @@ def mlp(x: Float[Array, "*batch hidden"], weights: MlpWeights) -> Float[Array, "
 
 
 def moe(
-    x: Float[Array, "rows tokens hidden"], weights: MoeWeights, config: MoeConfig
+    x: Float[Array, "rows tokens hidden"],
+    weights: MoeWeights,
+    config: MoeConfig,
+    *,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "rows tokens hidden"]:
-    """Qwen3-MoE's sparse MLP, with the expert that all tokens share where the model has one.
-
-    Tokens are sorted by expert and multiplied group by group (`jax.lax.ragged_dot`), so the cost
-    follows experts_per_token, not num_experts.
-    """
+    """Qwen3-MoE's sparse MLP, with the expert that all tokens share where the model has one."""
     tokens = x.reshape(-1, x.shape[-1])
     routes = jax.nn.softmax((tokens @ weights.router).astype(jnp.float32), axis=-1)
     shares, experts = jax.lax.top_k(routes, config.experts_per_token)
     if config.normalize_top_k:
         shares = shares / shares.sum(-1, keepdims=True)
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    sizes = jnp.bincount(flat, length=config.num_experts)
-    sorted_tokens = tokens[order // config.experts_per_token]
-    gate = jax.lax.ragged_dot(sorted_tokens, weights.gate_proj, sizes)
-    up = jax.lax.ragged_dot(sorted_tokens, weights.up_proj, sizes)
-    down = jax.lax.ragged_dot(jax.nn.silu(gate) * up, weights.down_proj, sizes)
-    unsorted = jnp.zeros_like(down).at[order].set(down).reshape(*experts.shape, -1)
-    mixed = jnp.einsum("tkh,tk->th", unsorted, shares.astype(unsorted.dtype))
+    matrices = weights.gate_proj, weights.up_proj, weights.down_proj
+    mixed = mix_experts(tokens, experts, shares, *matrices, implementation=implementation)
     if weights.shared is not None:
         mixed = mixed + jax.nn.sigmoid(tokens @ weights.shared.gate) * mlp(tokens, weights.shared.mlp)
     return mixed.reshape(x.shape).astype(x.dtype)

@@ -134,7 +134,7 @@ def extend(
             normed = norm(x, weights.post_attention_norm, config)
             if isinstance(weights.mlp, MoeWeights):
                 assert layer.moe is not None
-                x = x + moe(normed, weights.mlp, layer.moe)
+                x = x + moe(normed, weights.mlp, layer.moe, implementation=implementation)
             else:
                 x = x + mlp(normed, weights.mlp)
         if index in feature_layers:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.pairs import TRAINED, alone, engine, prompts, record
+from tests.pairs import ALL_TRAINED, alone, engine, prompts, record
 
 PAIR = "recall-dflash2"
 HOT = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
@@ -16,7 +16,7 @@ def hot(seed: int, **more) -> dict:
     return {**HOT, "seed": seed, **more}
 
 
-@pytest.mark.parametrize("pair", ["recall-dflash2", "recall-dflash1", TRAINED])
+@pytest.mark.parametrize("pair", ["recall-dflash2", "recall-dflash1", *ALL_TRAINED])
 def test_a_requests_tokens_and_drafts_do_not_depend_on_company_or_row(pair):
     queue = [(prompts(pair)[index % 5], hot(index, temperature=(1.0, 0.0, 0.6)[index % 3])) for index in range(9)]
     order = list(range(9))

@@ -16,9 +16,9 @@ from dflash_jax import Engine, RequestError
 from dflash_jax.engine.host import preempt
 from tests.engine.poison import poison
 from tests.pairs import (
+    ALL_TRAINED,
     SAMPLING,
     SERVED,
-    TRAINED,
     alone,
     assert_is_golden,
     cases,
@@ -46,7 +46,7 @@ def run(served: Engine) -> dict:
 def test_survivor_of_condense_drafts_what_it_would_have_drafted_alone(pair):
     """Situation 1: the first of two finishes, the second moves to row 0."""
     served = engine(pair)
-    served.add_request(prompts(pair)[0], SHORT, request_id="first")
+    served.add_request(prompts(pair)[0], {**SAMPLING, "max_tokens": 12}, request_id="first")
     served.add_request(prompts(pair)[1], SAMPLING, request_id="second")
     rows_of_second = []
     done = {}
@@ -54,14 +54,15 @@ def test_survivor_of_condense_drafts_what_it_would_have_drafted_alone(pair):
         for update in served.step():
             done.update({update.id: update.completion} if update.completion else {})
         slot = next((p.slot for p in served.host.running if p.request.id == "second"), None)
-        if slot is not None:
-            rows_of_second.append(np.asarray(served.state.rows.idx_mapping).tolist().index(slot))
+        rows = np.asarray(served.state.rows.idx_mapping).tolist()
+        if slot in rows:
+            rows_of_second.append(rows.index(slot))
     assert rows_of_second[0] == 1 and rows_of_second[-1] == 0, "the second request was to be moved"
     assert_is_golden(done["second"], cases(pair)[1])
     assert all(len(block) == served.k for block in done["second"].drafted_blocks), "it stopped drafting"
 
 
-@pytest.mark.parametrize("pair", [PAIR, TRAINED])
+@pytest.mark.parametrize("pair", [PAIR, *ALL_TRAINED])
 def test_swapping_live_rows_changes_no_draft(pair):
     """Situation 2: rows of decoding requests change places between any two steps."""
     served = engine(pair)
@@ -109,7 +110,7 @@ def test_a_prompt_that_ends_in_a_step_takes_no_part_in_its_round():
     assert record(run(served)["new"]) == record(alone(PAIR, tuple(prompts(PAIR)[3][:32])))
 
 
-@pytest.mark.parametrize("pair", [PAIR, TRAINED])
+@pytest.mark.parametrize("pair", [PAIR, *ALL_TRAINED])
 def test_a_newcomer_in_a_freed_slot_has_nothing_of_its_predecessor(pair):
     """Situation 3: departure and arrival in one step, freed pages poisoned."""
     served = engine(pair, slots=1, prefix_cache=False)
@@ -177,7 +178,7 @@ def test_a_hit_survives_the_donor_and_its_poisoned_pages():
     assert record(done["hitter"]) == record(alone(PAIR, tuple(donor)))
 
 
-@pytest.mark.parametrize(("pair", "num_pages"), [(PAIR, 7), (PAIR, 9), (TRAINED, 7)])
+@pytest.mark.parametrize(("pair", "num_pages"), [(PAIR, 7), (PAIR, 9), *((pair, 7) for pair in ALL_TRAINED)])
 def test_preempted_requests_resume_with_the_drafts_they_would_have_made(pair, num_pages):
     """Situation 5: three requests on a pool that cannot hold them."""
     served = engine(pair, pages=num_pages)

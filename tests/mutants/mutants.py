@@ -526,6 +526,19 @@ _OF_GOLDEN_PAIRS = (
         _KERNELS + "test_gated_delta_gpu.py::test_rejected_tokens_are_exactly_the_identity",
         r"Mismatched elements",
     ),
+    Mutant(
+        "leave out the inputs that do not fill a step, in the experts' kernel on CPUs",
+        (("kernels/native/experts.cc", "    for (; k < p.inputs; ++k)\n", "    for (; k < 0; ++k)\n"),),
+        _KERNELS + "test_experts.py::test_each_token_gets_what_its_experts_make_of_it[float32-1e-05-sizes1-native]",
+        r"Mismatched elements",
+    ),
+    Mutant(
+        "let XLA compute the experts on CPUs",
+        (("kernels/dispatch.py", '"native": "experts.native"', '"native": "experts.xla"'),),
+        "tests/models/test_hybrid_golden.py::"
+        "test_rejected_tokens_of_a_block_leave_the_states_as_one_by_one[tiny-qwen3_5-moe]",
+        r"Arrays are not equal",
+    ),
 )
 
 _HYBRID = "tests/engine/test_hybrid.py::"
@@ -669,8 +682,8 @@ _OF_HYBRIDS = (
 
 _SAMPLED = "tests/engine/test_sampled.py::"
 
-# The same gates on the pair that this package trained: its drafter must notice too.
-_OF_THE_TRAINED_PAIR = (
+# The same gates on the pairs that this package trained: their drafters must notice too.
+_OF_TRAINED_PAIRS = (
     ("skip the context write of the last accepted token", _GOLDEN + "test_each_case_alone_is_the_golden_record"),
     ("take the context of slot s + 1", _GOLDEN + "test_all_cases_at_once_are_as_alone"),
     (
@@ -740,9 +753,9 @@ _OF_JOBS = (
 )
 
 
-def _on_the_trained_pair(name: str, test: str) -> Mutant:
+def _on_a_trained_pair(pair: str, name: str, test: str) -> Mutant:
     [mutant] = [mutant for mutant in _OF_GOLDEN_PAIRS if mutant.name == name]
-    parameters = "recall-trained-7" if "preempted" in test else "recall-trained"
+    parameters = f"{pair}-7" if "preempted" in test else pair
     return dataclasses.replace(mutant, gate=f"{test}[{parameters}]")
 
 
@@ -984,5 +997,9 @@ MUTANTS = (
     *_OF_JOBS,
     *_OF_TEXT,
     *_OF_WIDTH,
-    *(_on_the_trained_pair(*gate) for gate in _OF_THE_TRAINED_PAIR),
+    *(
+        _on_a_trained_pair(pair, *gate)
+        for pair in ("recall-trained", "recall-hybrid-trained")
+        for gate in _OF_TRAINED_PAIRS
+    ),
 )

@@ -23,7 +23,7 @@ from dflash_jax.kernels.dispatch import log_once
 from dflash_jax.private import cache_directory, exposure, private_directory, read_private
 from dflash_jax.writing import replace_file
 
-_NAMES = ("matmul.cc", "attention.cc", "gated_delta.cc", "pages.cc")
+_NAMES = ("matmul.cc", "attention.cc", "gated_delta.cc", "experts.cc", "pages.cc")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 _HEADERS = (Path(__file__).with_name("cpu.h"),)
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
@@ -32,6 +32,7 @@ _TARGETS = {
     "dflash_attend": "DflashAttend",
     "dflash_delta_block": "DflashDeltaBlock",
     "dflash_delta_fold": "DflashDeltaFold",
+    "dflash_experts": "DflashExperts",
     "dflash_write": "DflashWrite",
 }
 _PATIENCE = 600.0

@@ -1,0 +1,28 @@
+"""`mix_experts` in plain XLA, which is also its definition."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def mix_experts(
+    x: Float[Array, "tokens hidden"],
+    experts: Int[Array, "tokens chosen"],
+    shares: Float[Array, "tokens chosen"],
+    gate_proj: Float[Array, "experts hidden expert_hidden"],
+    up_proj: Float[Array, "experts hidden expert_hidden"],
+    down_proj: Float[Array, "experts expert_hidden hidden"],
+) -> Float[Array, "tokens hidden"]:
+    """See `api.mix_experts`. All experts compute all tokens, and a share is 0 where a token does not take one.
+
+    `jax.lax.ragged_dot` does the same on CPUs and GPUs, for each token as often as it has experts.
+    """
+    taken = jax.nn.one_hot(experts, gate_proj.shape[0], axis=0, dtype=shares.dtype)
+    of_all = (taken * shares).sum(-1)[..., None]
+    tokens = jnp.broadcast_to(x, (gate_proj.shape[0], *x.shape))
+    gate, up = (jnp.einsum("eth,ehi->eti", tokens, matrices) for matrices in (gate_proj, up_proj))
+    # What a token does not take may be infinite, and 0 times that is NaN.
+    inner = jnp.where(of_all != 0, jax.nn.silu(gate) * up * of_all, 0).astype(gate.dtype)
+    return jnp.einsum("eti,eih->th", inner, down_proj, preferred_element_type=jnp.float32)
