@@ -32,6 +32,8 @@ MADE = "/dflash_jax/program/made"
 
 _Source = Literal["memory", "disk", "compiler"]
 
+_config: Any = jax.config
+
 _all: weakref.WeakSet[Program] = weakref.WeakSet()
 
 
@@ -63,8 +65,7 @@ class Program:
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         """The function's result."""
-        config = jax.config
-        if config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs:
+        if _config.jax_disable_jit or _config.jax_debug_nans or _config.jax_debug_infs:
             # These look into a function while it runs.
             return self._jitted(*args, **static)
         return self._get(args, static)[0](*args)
@@ -97,7 +98,7 @@ class Program:
         first = self._first
         if first is None or first[0]() is not args[0]:
             first = self._first = (weakref.ref(args[0]), _form_of(args[0]))
-        settings = (trace_context(), jax.config.jax_default_device)
+        settings = (trace_context(), _config.jax_default_device)
         return first[1], _form_of(args[1:]), tuple(sorted(static.items())), settings
 
     def _load_or_compile(self, args: tuple, static: dict[str, Any]) -> tuple[Callable, _Source]:

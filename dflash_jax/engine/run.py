@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -144,7 +145,8 @@ def _with_rows(device: EngineState, rows: tuple) -> EngineState:
 
     With those of the step before it, each pair of counts would be compiled for itself.
     """
-    return device.replace(rows=Rows(np.full(len(rows), -1, np.int32)))
+    none: Any = np.full(len(rows), -1, np.int32)
+    return device.replace(rows=Rows(none))
 
 
 def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, implementation):
