@@ -32,8 +32,9 @@ from jax.experimental import serialize_executable
 
 import dflash_jax
 from dflash_jax.compile_cache import own_cache
-from dflash_jax.files import private_directory, read_private, replace_file
 from dflash_jax.kernels.dispatch import default, register_custom_calls
+from dflash_jax.private import private_directory, read_private
+from dflash_jax.writing import replace_file
 
 _log = logging.getLogger(__name__)
 _config: Any = jax.config

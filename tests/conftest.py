@@ -65,4 +65,7 @@ def few_memory_maps():
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 25_000:
+        from dflash_jax.programs import clear_programs
+
         jax.clear_caches()
+        clear_programs()
