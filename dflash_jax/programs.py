@@ -60,7 +60,7 @@ class Program:
         self._compiled: dict[Hashable, Callable] = {}
         self._making: dict[Hashable, threading.Lock] = {}
         self._lock = threading.Lock()
-        self._first: tuple[weakref.ref, Hashable] | None = None
+        self._first: tuple[Callable[[], Any], Hashable] | None = None
         _all.add(self)
 
     def __call__(self, *args: Any, **static: Any) -> Any:
@@ -97,7 +97,8 @@ class Program:
     def _form(self, args: tuple, static: dict[str, Any]) -> Hashable:
         first = self._first
         if first is None or first[0]() is not args[0]:
-            first = self._first = (weakref.ref(args[0]), _form_of(args[0]))
+            first = (_reference(args[0]), _form_of(args[0]))
+            self._first = first
         settings = (trace_context(), _config.jax_default_device)
         return first[1], _form_of(args[1:]), tuple(sorted(static.items())), settings
 
@@ -116,6 +117,14 @@ class Program:
         made = program_files.compile_whole(self._jitted.lower(*args, **static))
         program_files.keep(file, call, made)
         return made, "compiler"
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """What tells whether a value is the same one, and does not keep it."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: None
 
 
 def _form_of(tree: Any) -> Hashable:

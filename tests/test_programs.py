@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
@@ -69,103 +73,12 @@ def filled(tmp_path_factory) -> tuple[Path, tuple[str, str]]:
     return cache, answer
 
 
-@pytest.fixture
-def cache(filled, tmp_path) -> Path:
-    """A copy of it, to be damaged."""
-    shutil.copytree(filled[0], tmp_path / "cache")
-    return tmp_path / "cache"
-
-
 def test_a_warm_start_traces_nothing_and_answers_the_same(filled):
     cache, answer = filled
     found, (made, cached, traced), _ = run(cache)
     assert found == answer and cached == made == len(kept(cache)) and traced == 0
-
-
-def test_programs_are_kept_beside_the_cache_where_only_their_owner_may_write(filled):
-    cache, _ = filled
-    assert (cache / "programs").stat().st_mode & 0o077 == 0
-    assert all(file.stat().st_mode & 0o077 == 0 for file in kept(cache))
-    # And once: JAX's own cache has none of them.
+    # And kept once: JAX's own cache has none of them.
     assert not list((cache / "xla").glob("jit__run_*"))
-
-
-def test_another_state_of_donation_is_another_program(cache, filled):
-    before = kept(cache)
-    found, (_, cached, _), _ = run(cache, donate=False)
-    assert found == filled[1] and cached == 0 and len(kept(cache)) == 2 * len(before)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: content[: len(content) // 2],
-        lambda content: b"",
-        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
-        lambda content: b"no program at all",
-    ],
-    ids=["cut", "empty", "a bit", "other"],
-)
-def test_a_damaged_program_is_made_anew(cache, filled, damage):
-    before = {file: file.read_bytes() for file in kept(cache)}
-    for file, content in before.items():
-        file.write_bytes(damage(content))
-    found, (_, cached, _), said = run(cache)
-    assert found == filled[1] and cached == 0
-    assert said.count("is not used, and made anew: it is not whole") == len(before)
-    assert set(kept(cache)) == set(before) and all(file.stat().st_size > 1000 for file in before)
-    assert run(cache)[1][1] == len(before)
-
-
-def test_a_program_of_other_arguments_under_this_name_is_made_anew(cache, filled):
-    one, other = kept(cache)[0], kept(cache)[-1]
-    assert one.name.split("-")[0] != other.name.split("-")[0]
-    one.write_bytes(other.read_bytes())
-    found, (made, cached, _), said = run(cache)
-    assert found == filled[1] and cached == made - 1 and "it is of other arguments" in said
-
-
-def test_a_program_that_others_may_write_or_a_link_is_not_loaded(cache, filled):
-    first, second = kept(cache)[:2]
-    first.chmod(0o666)
-    moved = cache / "elsewhere"
-    second.rename(moved)
-    second.symlink_to(moved)
-    found, (made, cached, _), said = run(cache)
-    assert found == filled[1] and cached == made - 2
-    assert said.count("is not used, and made anew") == 2
-    assert run(cache)[1][1] == made
-
-
-def test_a_directory_that_others_may_write_is_not_used(cache, filled):
-    before = kept(cache)
-    (cache / "programs").chmod(0o1777)
-    found, (_, cached, traced), _ = run(cache)
-    assert found == filled[1] and traced > 0 and kept(cache) == before
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_a_program_of_another_user_is_not_loaded(cache, filled):
-    os.chown(kept(cache)[0], 12345, 12345)
-    found, (made, cached, _), said = run(cache)
-    assert found == filled[1] and cached == made - 1 and "made anew" in said
-
-
-def test_a_cache_that_jax_has_of_its_own_keeps_no_programs(tmp_path, filled):
-    found, (_, _, traced), _ = run(tmp_path, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
-    assert found == filled[1] and traced > 0 and not (tmp_path / "programs").exists()
-
-
-def test_a_cache_that_cannot_be_written_is_read_or_done_without(tmp_path, cache, filled, monkeypatch):
-    monkeypatch.setattr(program_files, "replace_file", _full)
-    program = Program(double)
-    with own_cache(tmp_path / "full"):
-        assert program(np.ones(3))[0] == 2
-    assert not list((tmp_path / "full" / "programs").iterdir())
-
-
-def _full(*_, **__):
-    raise OSError(28, "No space left on device")
 
 
 def test_two_processes_at_once_both_answer_and_leave_whole_programs(tmp_path, filled):
@@ -176,53 +89,14 @@ def test_two_processes_at_once_both_answer_and_leave_whole_programs(tmp_path, fi
     assert made == cached and traced == 0 and "not used" not in said
 
 
-def test_a_changed_source_finds_none_of_the_programs(tmp_path, cache, filled):
-    """A comment is enough: nobody has to tell what matters."""
-    for part in ("dflash_jax", "tests"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "golden"))
-    (tmp_path / "tests" / "golden").symlink_to(ROOT / "tests" / "golden")
-    with (tmp_path / "dflash_jax" / "models" / "layers.py").open("a") as file:
-        file.write("# A comment.\n")
-    found, (_, cached, traced), _ = run(cache, root=tmp_path)
-    assert found == filled[1] and cached == 0 and traced > 0
-
-
-def test_sources_that_were_written_after_the_process_began_are_not_what_it_runs(tmp_path, filled):
+def test_sources_that_were_written_after_the_process_began_are_not_what_it_runs(filled):
     later = "import dflash_jax; dflash_jax.IMPORTED = 0"
     found, (_, cached, traced), said = run(filled[0], first=later)
     assert found == filled[1] and cached == 0 and traced > 0
     assert "sources were written to after this process began" in said
 
 
-@pytest.mark.parametrize(
-    "patch",
-    [
-        "import dflash_jax.engine.steps as m; old = m._cut; m._cut = lambda *a: old(*a)",
-        "from dflash_jax.models.matrix import Matrix as m; old = m.__rmatmul__; m.__rmatmul__ = lambda *a: old(*a)",
-        "from dflash_jax.models import drafters as m\nclass Mine(m.DFlash2): pass\nm.register('dflash2', Mine())",
-    ],
-    ids=["function", "method", "drafter"],
-)
-def test_patched_code_is_never_answered_by_a_kept_program(filled, patch):
-    before = kept(filled[0])
-    found, (_, cached, traced), said = run(filled[0], first=patch)
-    assert found == filled[1] and cached == 0 and traced > 0 and kept(filled[0]) == before
-    assert "not of this package" in said
-
-
-def test_nothing_in_the_package_as_it_is_looks_patched(tmp_path):
-    every = "import pkgutil, importlib, dflash_jax\n" + (
-        "for m in pkgutil.walk_packages(dflash_jax.__path__, 'dflash_jax.'):\n"
-        "    if not m.name.endswith('__main__'): importlib.import_module(m.name)\n"
-        "from dflash_jax.program_files import altered; assert altered() is None, altered()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", every], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr[-1000:]
-
-
-# What a program is filed under.
+# On disk, with a small function.
 
 
 class Scaled(struct.PyTreeNode):
@@ -231,7 +105,202 @@ class Scaled(struct.PyTreeNode):
 
 
 def double(x, *, times=2):
-    return x * times
+    return jax.tree.map(lambda leaf: leaf * times, x)
+
+
+class own_cache:
+    """This package's cache of compiled programs at a place, in this process."""
+
+    def __init__(self, place: Path):
+        self.place = place
+
+    def __enter__(self):
+        (self.place / "xla").mkdir(mode=0o700, parents=True)
+        self.place.chmod(0o700)
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setenv("DFLASH_JAX_CACHE", str(self.place))
+        # Tests have code of their own in the package: checks of shapes.
+        self.patch.setattr(program_files, "altered", lambda: None)
+        self.before = jax.config.jax_compilation_cache_dir
+        jax.config.update("jax_compilation_cache_dir", str(self.place / "xla"))
+
+    def __exit__(self, *_):
+        jax.config.update("jax_compilation_cache_dir", self.before)
+        self.patch.undo()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A cache in which one program is kept; its file."""
+    with own_cache(tmp_path):
+        assert SMALL.make(np.ones(3)) == "compiler"
+        [file] = (tmp_path / "programs").iterdir()
+        SMALL.clear()
+        yield file
+        SMALL.clear()
+
+
+SMALL = Program(double, static=("times",))
+
+
+def remade() -> bool:
+    """Whether the program is made anew, and then is found again."""
+    assert SMALL(np.ones(3)).tolist() == [2, 2, 2]
+    SMALL.clear()
+    source = SMALL.make(np.ones(3))
+    SMALL.clear()
+    return source == "disk"
+
+
+def test_a_kept_program_is_loaded_and_only_its_owner_may_write_it(cache):
+    assert cache.stat().st_mode & 0o077 == cache.parent.stat().st_mode & 0o077 == 0
+    assert SMALL.make(np.ones(3)) == "disk" and SMALL(np.ones(3)).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: b"",
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        lambda content: b"no program at all",
+        lambda content: _sealed(b"no program at all"),
+        lambda content: _sealed(zlib.compress(pickle.dumps(("a", "b")))),
+    ],
+    ids=["cut", "empty", "a bit", "other", "sealed nonsense", "another pickle"],
+)
+def test_a_damaged_program_is_made_anew(cache, damage, caplog):
+    before = cache.read_bytes()
+    cache.write_bytes(damage(before))
+    assert SMALL.make(np.ones(3)) == "compiler" and "is not used, and made anew" in caplog.text
+    assert len(cache.read_bytes()) == pytest.approx(len(before), rel=0.1)
+    SMALL.clear()
+    assert remade()
+
+
+def _sealed(payload: bytes) -> bytes:
+    return hashlib.sha256(payload).digest() + payload
+
+
+def test_a_program_of_other_arguments_under_its_name_is_made_anew(cache, caplog):
+    SMALL.make((np.ones(3),) * 2)
+    [other] = {*cache.parent.iterdir()} - {cache}
+    cache.write_bytes(other.read_bytes())
+    assert SMALL.make(np.ones(3)) == "compiler" and "it is of other arguments" in caplog.text
+
+
+def test_a_program_that_others_may_write_is_not_loaded(cache, caplog):
+    cache.chmod(0o666)
+    assert SMALL.make(np.ones(3)) == "compiler" and "made anew" in caplog.text
+    assert cache.stat().st_mode & 0o077 == 0
+
+
+def test_a_link_to_a_program_is_not_loaded(cache, tmp_path, caplog):
+    cache.rename(tmp_path / "elsewhere")
+    cache.symlink_to(tmp_path / "elsewhere")
+    assert SMALL.make(np.ones(3)) == "compiler" and "made anew" in caplog.text
+    assert not cache.is_symlink() and remade()
+
+
+def test_a_directory_that_others_may_write_is_not_used(cache):
+    cache.parent.chmod(0o1777)
+    assert SMALL.make(np.ones(3)) == "compiler"
+    assert program_files.directory() is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_a_program_of_another_user_is_not_loaded(cache, caplog):
+    os.chown(cache, 12345, 12345)
+    assert SMALL.make(np.ones(3)) == "compiler" and "made anew" in caplog.text
+
+
+def test_a_cache_that_jax_has_of_its_own_keeps_no_programs(cache, tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    assert program_files.directory() is None and SMALL.make(np.ones(3)) == "compiler"
+
+
+def test_a_disk_that_takes_nothing_is_done_without(cache, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(program_files, "replace_file", full)
+    assert SMALL(np.ones(4)).tolist() == [2, 2, 2, 2]
+    assert [*cache.parent.iterdir()] == [cache]
+    # What is kept there already is used.
+    assert SMALL.make(np.ones(3)) == "disk"
+
+
+def test_a_program_of_jax_own_cache_is_compiled_again_to_be_kept(cache):
+    """One that was read from there could be written, and loaded, and would fail when it is run."""
+    plain = jax.jit(double, static_argnames=("times",))
+    for _ in range(2):
+        plain(np.ones(7))
+        jax.clear_caches()
+    SMALL.make(np.ones(7))
+    SMALL.clear()
+    assert SMALL.make(np.ones(7)) == "disk" and SMALL(np.ones(7))[0] == 2
+
+
+def test_a_changed_source_has_another_digest(tmp_path, monkeypatch):
+    """A comment is enough: nobody has to tell what matters."""
+    shutil.copytree(ROOT / "dflash_jax", tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(program_files, "_PACKAGE", tmp_path / "copy")
+    digests = {program_files.source_digest.__wrapped__()}
+    for name in ("models/layers.py", "kernels/native/matmul.cc", "kernels/native/cpu.h"):
+        with (tmp_path / "copy" / name).open("a") as file:
+            file.write("\n")
+        digests.add(program_files.source_digest.__wrapped__())
+    assert len(digests) == 4
+
+
+PATCHES = [
+    ("import dflash_jax.engine.steps as m; old = m._cut; m._cut = lambda *a: old(*a)", "m._cut = old"),
+    (
+        "from dflash_jax.models.matrix import Matrix as m; old = m.laid_out; m.laid_out = lambda *a: old(*a)",
+        "m.laid_out = old",
+    ),
+    (
+        "from dflash_jax.models import drafters as m\nclass Mine(m.DFlash2): pass\nm.register('mine', Mine())",
+        "del m.protocol._DRAFTERS['mine']",
+    ),
+    (
+        "import unittest.mock, dflash_jax.engine.steps as m; old = m.extend; m.extend = unittest.mock.MagicMock()",
+        "m.extend = old",
+    ),
+]
+"""A function, a method, a drafter, and a mock, each with what undoes it."""
+
+LOOK = """
+import importlib, pkgutil, dflash_jax
+for m in pkgutil.walk_packages(dflash_jax.__path__, "dflash_jax."):
+    if not m.name.endswith("__main__"):
+        importlib.import_module(m.name)
+from dflash_jax.program_files import altered
+assert altered() is None, altered()
+for patch in {patches!r}:
+    changed = {{"__name__": "__main__"}}
+    exec(patch[0], changed)
+    assert "of " in (altered() or ""), patch[0]
+    exec(patch[1], changed)
+    assert altered() is None, altered()
+"""
+
+
+def test_patched_code_is_noticed_and_nothing_of_the_package_as_it_is():
+    program = LOOK.format(patches=PATCHES)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+def test_patched_code_is_neither_kept_nor_answered_by_what_is_kept(cache, monkeypatch):
+    monkeypatch.setattr(program_files, "altered", lambda: "steps._cut is of __main__")
+    assert SMALL.make(np.ones(3)) == SMALL.make(np.ones(4)) == "compiler"
+    assert [*cache.parent.iterdir()] == [cache]
+
+
+# What a program is filed under.
 
 
 def _call(**changes) -> Call:
@@ -292,27 +361,6 @@ def test_what_has_no_name_is_not_kept(tmp_path):
         assert program_files.file_of(_call(static={"f": object()})) is None
 
 
-class own_cache:
-    """This package's cache of compiled programs at a place, in this process."""
-
-    def __init__(self, place: Path):
-        self.place = place
-
-    def __enter__(self):
-        (self.place / "xla").mkdir(mode=0o700, parents=True)
-        self.place.chmod(0o700)
-        self.patch = pytest.MonkeyPatch()
-        self.patch.setenv("DFLASH_JAX_CACHE", str(self.place))
-        # Tests have code of their own in the package: checks of shapes.
-        self.patch.setattr(program_files, "altered", lambda: None)
-        self.before = jax.config.jax_compilation_cache_dir
-        jax.config.update("jax_compilation_cache_dir", str(self.place / "xla"))
-
-    def __exit__(self, *_):
-        jax.config.update("jax_compilation_cache_dir", self.before)
-        self.patch.undo()
-
-
 # In one process.
 
 
@@ -361,14 +409,14 @@ def test_settings_of_this_thread_hold_for_what_is_prepared():
 def test_debugging_looks_into_a_program():
     def function(x):
         seen.append(isinstance(x, jax.core.Tracer))
-        return x / x
+        return x + x
 
     seen: list[bool] = []
     with jax.disable_jit():
         Program(function)(np.ones(3))
     assert seen == [False]
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
-        Program(function)(np.zeros(3))
+        Program(lambda x: jnp.sqrt(x))(-np.ones(3))
 
 
 def test_old_programs_make_room(tmp_path, monkeypatch):
