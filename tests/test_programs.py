@@ -230,15 +230,34 @@ def test_a_disk_that_takes_nothing_is_done_without(cache, monkeypatch):
     assert SMALL.make(np.ones(3)) == "disk"
 
 
-def test_a_program_of_jax_own_cache_is_compiled_again_to_be_kept(cache):
-    """One that was read from there could be written, and loaded, and would fail when it is run."""
-    plain = jax.jit(double, static_argnames=("times",))
-    for _ in range(2):
-        plain(np.ones(7))
-        jax.clear_caches()
-    SMALL.make(np.ones(7))
-    SMALL.clear()
-    assert SMALL.make(np.ones(7)) == "disk" and SMALL(np.ones(7))[0] == 2
+OWN = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+from dflash_jax.compile_cache import enable_compile_cache
+from dflash_jax.programs import Program
+enable_compile_cache()
+def wave(x):
+    return jnp.sin(x) * jnp.cumsum(x, 0) @ x
+{what}
+"""
+
+
+def test_a_program_of_jax_own_cache_is_compiled_again_to_be_kept(tmp_path):
+    """One that was read from there can be written and loaded, and then fails when it is run."""
+    for what in (
+        "jax.jit(wave)(np.ones((8, 8)))",
+        "assert Program(wave).make(np.ones((8, 8))) == 'compiler'",
+        "one = Program(wave); assert one.make(np.ones((8, 8))) == 'disk'; jax.block_until_ready(one(np.ones((8, 8))))",
+    ):
+        inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+        done = subprocess.run(
+            [sys.executable, "-c", OWN.format(what=what)],
+            env={**inherited, "DFLASH_JAX_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, (what, done.stderr[-1000:])
 
 
 def test_a_changed_source_has_another_digest(tmp_path, monkeypatch):
