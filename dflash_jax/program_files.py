@@ -37,6 +37,7 @@ from dflash_jax.private import private_directory, read_private
 from dflash_jax.writing import replace_file
 
 _log = logging.getLogger(__name__)
+_config: Any = jax.config
 
 _PACKAGE = Path(__file__).parent
 _SOURCES = (".py", ".cc", ".h")
@@ -44,19 +45,10 @@ _SUFFIX = ".program"
 _MOST_FILES = 512
 """Older ones are removed: those of sources and versions that are gone."""
 
-_TRUSTED = {"dflash_jax", "jax", "jaxlib", "jaxtyping", "flax", "numpy", "ml_dtypes", "chex", "optax", "orbax", "gguf"}
-_TRUSTED |= {"pydantic", "pydantic_core", "rich", "typer", "yaml", "tokenizers", "transformers", "jinja2", "grain"}
-_TRUSTED |= {
-    "typing_extensions",
-    "huggingface_hub",
-    "safetensors",
-    "zstandard",
-    "regex",
-    "immutables",
-    "absl",
-    "nanobind",
-}
-_TRUSTED |= sys.stdlib_module_names - {"unittest"}
+_NUMERICAL = {"jax", "jaxlib", "nanobind", "numpy", "ml_dtypes", "jaxtyping", "flax", "chex", "optax", "orbax", "absl"}
+_TEXTUAL = {"tokenizers", "transformers", "gguf", "safetensors", "huggingface_hub", "jinja2", "grain", "matplotlib"}
+_OTHERS = {"immutables", "pydantic", "pydantic_core", "typing_extensions", "rich", "typer", "click", "yaml"}
+_TRUSTED = {"dflash_jax", *_NUMERICAL, *_TEXTUAL, *_OTHERS, *sys.stdlib_module_names} - {"unittest"}
 """Packages whose functions may be found in this package's modules, because their sources or dependencies say so."""
 
 _NOT_SHAPING = ("jax_compilation_cache", "jax_persistent_cache", "jax_log", "jax_logging", "jax_explain")
@@ -129,7 +121,7 @@ def _unkeepable(call: Call, facts: list[str]) -> str | None:
     devices = _devices(call)
     if len(devices) > 1 or jax.process_count() > 1:
         return "it runs on several devices"
-    if jax.config.jax_default_device not in (None, devices[0]):
+    if _config.jax_default_device not in (None, devices[0]):
         return "another device is the default one"
     if _has_own_settings():
         return "this thread has JAX settings of its own"
@@ -277,7 +269,7 @@ def _remove_old(place: Path) -> None:
             os.unlink(path)
 
 
-_ALSO_THE_DEFAULT = {"xla_embed_ir_in_executable": False}
+_ALSO_THE_DEFAULT: dict[str, str | bool] = {"xla_embed_ir_in_executable": False}
 """An option that changes nothing but what JAX's own cache files a program under."""
 
 

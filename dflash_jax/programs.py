@@ -32,6 +32,8 @@ MADE = "/dflash_jax/program/made"
 
 _Source = Literal["memory", "disk", "compiler"]
 
+_config: Any = jax.config
+
 _all: weakref.WeakSet[Program] = weakref.WeakSet()
 
 
@@ -71,13 +73,12 @@ class Program:
         self._compiled: dict[Hashable, Callable] = {}
         self._making: dict[Hashable, threading.Lock] = {}
         self._lock = threading.Lock()
-        self._first: tuple[weakref.ref, Hashable] | None = None
+        self._first: tuple[Callable[[], Any], Hashable] | None = None
         _all.add(self)
 
     def __call__(self, *args: Any, **static: Any) -> Any:
         """The function's result."""
-        config = jax.config
-        if config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs:
+        if _config.jax_disable_jit or _config.jax_debug_nans or _config.jax_debug_infs:
             # These look into a function while it runs.
             return self._jitted(*args, **static)
         return self._get(args, static)[0](*args)
@@ -109,8 +110,9 @@ class Program:
     def _form(self, args: tuple, static: dict[str, Any]) -> Hashable:
         first = self._first
         if first is None or first[0]() is not args[0]:
-            first = self._first = (weakref.ref(args[0]), _form_of(args[0]))
-        settings = (trace_context(), jax.config.jax_default_device)
+            first = (_reference(args[0]), _form_of(args[0]))
+            self._first = first
+        settings = (trace_context(), _config.jax_default_device)
         return first[1], _form_of(args[1:]), tuple(sorted(static.items())), settings
 
     def _load_or_compile(self, args: tuple, static: dict[str, Any]) -> tuple[Callable, _Source]:
@@ -128,6 +130,14 @@ class Program:
         made = program_files.compile_whole(self._jitted.lower(*args, **static))
         program_files.keep(file, call, made)
         return made, "compiler"
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """What tells whether a value is the same one, and does not keep it."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: None
 
 
 def _form_of(tree: Any) -> Hashable:

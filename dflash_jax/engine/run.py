@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -157,7 +158,8 @@ def _with_rows(device: EngineState, rows: tuple) -> EngineState:
 
     With those of the step before it, each pair of counts would be compiled for itself.
     """
-    return device.replace(rows=Rows(np.full(len(rows), -1, np.int32)))
+    none: Any = np.full(len(rows), -1, np.int32)
+    return device.replace(rows=Rows(none))
 
 
 def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, implementation):

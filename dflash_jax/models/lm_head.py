@@ -87,7 +87,9 @@ def make_shortlist(params: TargetParams, tokens: Sequence[int]) -> LmHead:
 
 
 @jax.jit(static_argnames="axis")
-def _take(values: Float[Array, "rows columns"], ids: Int[Array, " taken"], axis: int) -> Float[Array, "rows columns"]:
+def _take(
+    values: Float[Array, "rows columns"], ids: Int[Array, " taken"], axis: int
+) -> Float[Array, "taken_rows taken_columns"]:
     return jnp.take(values, ids, axis, mode="clip")
 
 

@@ -989,12 +989,72 @@ _OF_WIDTH = (
     ),
 )
 
+_PROGRAMS = "tests/test_programs.py::"
+
+_OF_STARTS = (
+    Mutant(
+        "leave the static arguments out of what a kept program is filed under",
+        (("program_files.py", "        repr(sorted(call.static.items())),\n", ""),),
+        _PROGRAMS + "test_whatever_shapes_a_program_is_in_its_name[static argument]",
+        r"assert",
+    ),
+    Mutant(
+        "leave the static fields, such as a matrix's layout, out of what a kept program is filed under",
+        (("program_files.py", "        repr(tree),\n", "        repr(tree.num_leaves),\n"),),
+        _PROGRAMS + "test_whatever_shapes_a_program_is_in_its_name[static field]",
+        r"assert",
+    ),
+    Mutant(
+        "leave the package's sources out of what a kept program is filed under",
+        (("program_files.py", "        source_digest(),\n", ""),),
+        _PROGRAMS + "test_whatever_a_program_is_made_with_is_in_its_name[package]",
+        r"assert",
+    ),
+    Mutant(
+        "load a kept program whose trees are other ones",
+        (("program_files.py", "if in_tree != jax.tree.structure((call.args, {})):", "if False:"),),
+        _PROGRAMS + "test_a_program_of_other_arguments_under_its_name_is_made_anew",
+        r"assert|mismatch|match",
+    ),
+    Mutant(
+        "load a program that anybody may write",
+        (("program_files.py", "        content = read_private(file)\n", "        content = file.read_bytes()\n"),),
+        _PROGRAMS + "test_a_program_that_others_may_write_is_not_loaded",
+        r"assert",
+    ),
+    Mutant(
+        "keep programs of patched code",
+        (("program_files.py", "    if foreign := altered():\n", "    if foreign := None:\n"),),
+        _PROGRAMS + "test_patched_code_is_neither_kept_nor_answered_by_what_is_kept",
+        r"assert",
+    ),
+    Mutant(
+        "keep a program that was read from JAX's own cache",
+        (("program_files.py", "lowered.compile(_ALSO_THE_DEFAULT)", "lowered.compile()"),),
+        _PROGRAMS + "test_a_program_of_jax_own_cache_is_compiled_again_to_be_kept",
+        r"NOT_FOUND|not found|assert",
+    ),
+    Mutant(
+        "hand a step the rows of the step before it",
+        (("engine/run.py", "    return device.replace(rows=Rows(none))\n", "    return device\n"),),
+        "tests/engine/test_warmup.py::test_a_step_needs_no_program_of_its_own_for_the_rows_of_the_step_before",
+        r"assert",
+    ),
+    Mutant(
+        "count prompts in the speed of decoding",
+        (("jobs/compare.py", "        if prefilling:\n            begin = clock()\n", ""),),
+        "tests/jobs/test_job_compare.py::test_prompts_are_in_no_speed",
+        r"assert",
+    ),
+)
+
 MUTANTS = (
     *_OF_GOLDEN_PAIRS,
     *_OF_THE_HOST,
     *_OF_HYBRIDS,
     *_OF_HYBRID_MODELS,
     *_OF_JOBS,
+    *_OF_STARTS,
     *_OF_TEXT,
     *_OF_WIDTH,
     *(
