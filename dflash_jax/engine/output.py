@@ -71,7 +71,7 @@ class Completion:
     metrics: Metrics
     produced_per_round: tuple[int, ...]
     drafted_blocks: tuple[tuple[int, ...], ...]
-    verified_per_round: tuple[int, ...]
+    verified_per_round: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return display.completion_text(self)
