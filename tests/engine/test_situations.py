@@ -46,7 +46,7 @@ def run(served: Engine) -> dict:
 def test_survivor_of_condense_drafts_what_it_would_have_drafted_alone(pair):
     """Situation 1: the first of two finishes, the second moves to row 0."""
     served = engine(pair)
-    served.add_request(prompts(pair)[0], {**SAMPLING, "max_tokens": 12}, request_id="first")
+    served.add_request(prompts(pair)[0], SHORT, request_id="first")
     served.add_request(prompts(pair)[1], SAMPLING, request_id="second")
     rows_of_second = []
     done = {}

@@ -101,7 +101,7 @@ def test_an_engine_chooses_by_what_rounds_cost(draft_costs, chosen):
         assert completion.token_ids == alone(pair, tuple(prompt), tuple(SAMPLING.items())).token_ids
         assert_blocks_belong(pair, prompt, completion)
     late = [plan for plan in served._run.plans if len(plan.decodes) == 4][-8:]
-    assert Counter((plan.drafts, plan.tokens or 4) for plan in late).most_common(1)[0][0] == chosen
+    assert Counter((plan.drafts, plan.tokens or 4 * (1 + plan.width)) for plan in late).most_common(1)[0][0] == chosen
 
 
 # Choosing, without a model.
