@@ -45,6 +45,12 @@ def test_each_token_gets_what_its_experts_make_of_it(implementation, sizes, dtyp
     np.testing.assert_allclose(np.asarray(found, np.float64), exact(*of), atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "native"])
+def test_many_tokens_get_what_their_experts_make_of_them(implementation):
+    of = operands(1100, 2, 8, 8)
+    np.testing.assert_allclose(mix_experts(*of, implementation=implementation), exact(*of), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_tokens_experts_give_the_same_bits_alone_and_in_company(dtype):
     """Of few tokens and of many, in company that takes the same experts and others."""

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+_PIECE = 512
+"""Tokens at a time. The memory that they take grows with the number of experts."""
+
 
 def mix_experts(
     x: Float[Array, "tokens hidden"],
@@ -19,6 +22,19 @@ def mix_experts(
 
     `jax.lax.ragged_dot` does the same on CPUs and GPUs, for each token as often as it has experts.
     """
+    matrices, tokens = (gate_proj, up_proj, down_proj), x.shape[0]
+    if tokens <= _PIECE:
+        return _mix(x, experts, shares, *matrices)
+    pieces = -(-tokens // _PIECE)
+
+    def split(array: Array) -> Array:
+        return jnp.pad(array, ((0, pieces * _PIECE - tokens), (0, 0))).reshape(pieces, _PIECE, -1)
+
+    mixed = jax.lax.map(lambda piece: _mix(*piece, *matrices), (split(x), split(experts), split(shares)))
+    return mixed.reshape(-1, x.shape[1])[:tokens]
+
+
+def _mix(x, experts, shares, gate_proj, up_proj, down_proj) -> Float[Array, "tokens hidden"]:
     taken = jax.nn.one_hot(experts, gate_proj.shape[0], axis=0, dtype=shares.dtype)
     of_all = (taken * shares).sum(-1)[..., None]
     tokens = jnp.broadcast_to(x, (gate_proj.shape[0], *x.shape))
