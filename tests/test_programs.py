@@ -119,8 +119,9 @@ class own_cache:
         self.place.chmod(0o700)
         self.patch = pytest.MonkeyPatch()
         self.patch.setenv("DFLASH_JAX_CACHE", str(self.place))
-        # Tests have code of their own in the package: checks of shapes.
+        # Tests have code of their own in the package: checks of shapes. And somebody may edit it while they run.
         self.patch.setattr(program_files, "altered", lambda: None)
+        self.patch.setattr(program_files, "sources_changed", lambda: False)
         self.before = jax.config.jax_compilation_cache_dir
         jax.config.update("jax_compilation_cache_dir", str(self.place / "xla"))
 
