@@ -19,6 +19,8 @@ MAX_STOP_STRINGS = 256
 class SamplingParams:
     """How a request samples and when it ends.
 
+    Numbers may be numpy's or JAX's, too.
+
     Attributes:
       temperature: 0 is greedy.
       max_tokens: tokens to produce at most.
@@ -51,6 +53,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name, wanted in (("stop", "a string or a list of strings"), ("stop_token_ids", "a list of token ids")):
             self._require(name, isinstance(getattr(self, name), list | tuple), wanted)
@@ -90,6 +94,13 @@ class SamplingParams:
             return dataclasses.replace(self, **{name: value for name, value in values.items() if value is not None})
         except TypeError as error:
             raise RequestError(f"sampling has a value of the wrong type: {cut(str(error))}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A value with numbers and lists of numpy or JAX as Python's own."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value.tolist() if hasattr(value, "dtype") and hasattr(value, "tolist") else value
 
 
 def _is_int(value: object) -> bool:
