@@ -1,6 +1,7 @@
 """The command line: parses, calls, prints.
 
-Each command imports what it needs when it is called, so that `--help` does not wait for JAX.
+Each command imports what it needs when it is called, and JAX only once its config is read, so that neither `--help`
+nor a mistake waits for it.
 """
 
 from __future__ import annotations
@@ -90,15 +91,15 @@ def generate(
     from dflash_jax.signals import stop_on_signals
 
     with stop_on_signals() as stop:
-        from dflash_jax.compile_cache import enable_compile_cache
         from dflash_jax.jobs.config import load_job
-        from dflash_jax.jobs.console import JobConsole
-        from dflash_jax.jobs.generate import run_job
 
         job = load_job(config, set_ or ())
-        if dry:
-            from dflash_jax.jobs.dry_run import dry_run, print_dry_run
+        from dflash_jax.compile_cache import enable_compile_cache
+        from dflash_jax.jobs.console import JobConsole
+        from dflash_jax.jobs.dry_run import dry_run, print_dry_run
+        from dflash_jax.jobs.generate import run_job
 
+        if dry:
             looked = dry_run(job, overwrite=overwrite)
             print_dry_run(looked, job)
             _exit_for(len(looked.bad), len(looked.bad) + looked.run + looked.done, fail_on_error)
@@ -132,11 +133,12 @@ def inspect(
 ) -> None:
     """Tell what a checkpoint is, its sizes, and the memory that serving it takes."""
     from dflash_jax.engine.config import EngineConfig
-    from dflash_jax.jobs.inspect import inspect_checkpoint, print_inspection
     from dflash_jax.settings import parse
 
     sizes = _given(page_size=page_size, max_model_len=max_model_len, max_slots=max_slots, dtype=dtype)
     engine = parse(EngineConfig, sizes, "inspect")
+    from dflash_jax.jobs.inspect import inspect_checkpoint, print_inspection
+
     print_inspection(inspect_checkpoint(path, draft=draft, k=k, engine=engine, mask_token_id=mask_token_id))
 
 
@@ -155,15 +157,16 @@ def ladder(
     set_: _Set = None,
 ) -> None:
     """Measure speculation on and off at growing concurrency; see docs/sweep.md."""
+    from dflash_jax.bench.config import load_sweep, parse_levels
+
+    settings, levels = load_sweep(config, set_ or ()), parse_levels(concurrency)
     from rich.console import Console
 
-    from dflash_jax.bench.config import load_sweep, parse_levels
     from dflash_jax.bench.report import sweep_table, write_sweep
     from dflash_jax.bench.sweep import Load, failures, run_sweep
     from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.progress import Bar
 
-    settings, levels = load_sweep(config, set_ or ()), parse_levels(concurrency)
     enable_compile_cache()
     given = _given(
         prompt_tokens=prompt_tokens,
@@ -197,11 +200,12 @@ def data_generate(
     set_: _Set = None,
 ) -> None:
     """Let the target write conversations. Run again, it writes only what is missing."""
-    from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.training.corpora.config import CorpusConfig
-    from dflash_jax.training.corpora.generate import write_corpus
 
     corpus = _read(CorpusConfig, "corpus", config, set_)
+    from dflash_jax.compile_cache import enable_compile_cache
+    from dflash_jax.training.corpora.generate import write_corpus
+
     enable_compile_cache()
     write_corpus(corpus)
 
@@ -239,12 +243,13 @@ def data_features(
     set_: _Set = None,
 ) -> None:
     """Compute the target's features of a run's data ahead of it; what is there already stays."""
-    from dflash_jax.compile_cache import enable_compile_cache
-    from dflash_jax.progress import Bar
     from dflash_jax.training import TrainConfig
-    from dflash_jax.training.run.setup import build_features
 
     run = _read(TrainConfig, "training", config, set_)
+    from dflash_jax.compile_cache import enable_compile_cache
+    from dflash_jax.progress import Bar
+    from dflash_jax.training import build_features
+
     enable_compile_cache()
     with Bar("computing features", 0) as bar:
         bar.doing(f"loading {run.target}")
@@ -257,10 +262,12 @@ def train(
     set_: _Set = None,
 ) -> None:
     """Train a drafter. Run again, it continues from the newest checkpoint."""
-    from dflash_jax.compile_cache import enable_compile_cache
-    from dflash_jax.training import TrainConfig, run_training
+    from dflash_jax.training import TrainConfig
 
     run = _read(TrainConfig, "training", config, set_)
+    from dflash_jax.compile_cache import enable_compile_cache
+    from dflash_jax.training import run_training
+
     enable_compile_cache()
     run_training(run)
 
@@ -273,9 +280,12 @@ def export(
     set_: _Set = None,
 ) -> None:
     """Export a run's newest checkpoint in Hugging Face layout."""
-    from dflash_jax.training import TrainConfig, export_draft
+    from dflash_jax.training import TrainConfig
 
-    step = export_draft(_read(TrainConfig, "training", config, set_), directory, dtype)
+    run = _read(TrainConfig, "training", config, set_)
+    from dflash_jax.training import export_draft
+
+    step = export_draft(run, directory, dtype)
     print(f"step {step} exported to {directory}")
 
 

@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_jax.engine.state import MAX_STOP_TOKENS
 from dflash_jax.errors import RequestError, cut, quote
 from dflash_jax.settings import suggest
+
+MAX_STOP_TOKENS = 8
+"""Stop token ids a request can have."""
 
 MAX_STOP_STRINGS = 256
 """Stop strings a request can have: each of them is looked for at every character of the text."""

@@ -261,7 +261,7 @@ def test_numbers_of_numpy_and_jax_are_numbers(of):
 def test_a_prompt_may_be_an_array(of):
     served, prompt = engine("recall-dflash2"), prompts("recall-dflash2")[0]
     assert served.tokenize(of.asarray(prompt)) == tuple(prompt)
-    with pytest.raises(RequestError, match="the prompt is .*; it must be text, a list of token ids"):
+    with pytest.raises(RequestError, match=r"the prompt is .*; it must be text, a list of token ids"):
         served.tokenize(of.asarray([prompt]))
-    with pytest.raises(RequestError, match="the prompt is .*; it must be text, a list of token ids"):
+    with pytest.raises(RequestError, match=r"the prompt is .*; it must be text, a list of token ids"):
         served.tokenize(of.asarray(prompt, of.float32))
