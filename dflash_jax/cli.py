@@ -108,9 +108,7 @@ def generate(
         console = JobConsole(samples=job.report.samples, quiet=quiet)
         found = run_job(job, overwrite=overwrite, stop=stop, console=console)
     console.outcome(found)
-    if stop.signal is not None:
-        print(f"dflash-jax: stopped by {stop.signal.name}; run the same command again for the rest", file=sys.stderr)
-        raise typer.Exit(128 + stop.signal)
+    stop.check("; run the same command again for the rest")
     _exit_for(found["requests"]["error"], found["requests"]["total"], fail_on_error)
 
 
@@ -175,7 +173,7 @@ def ladder(
         repeats=repeats,
         seed=seed,
     )
-    with Bar("measuring", len(levels)) as bar:
+    with Bar("measuring", len(levels), each="level") as bar:
 
         def keep(so_far: dict[str, Any]) -> None:
             write_sweep(out, so_far)
@@ -200,14 +198,16 @@ def data_generate(
     set_: _Set = None,
 ) -> None:
     """Let the target write conversations. Run again, it writes only what is missing."""
+    from dflash_jax.signals import stop_on_signals
     from dflash_jax.training.corpora.config import CorpusConfig
 
-    corpus = _read(CorpusConfig, "corpus", config, set_)
-    from dflash_jax.compile_cache import enable_compile_cache
-    from dflash_jax.training.corpora.generate import write_corpus
+    with stop_on_signals() as stop:
+        corpus = _read(CorpusConfig, "corpus", config, set_)
+        from dflash_jax.compile_cache import enable_compile_cache
+        from dflash_jax.training.corpora.generate import write_corpus
 
-    enable_compile_cache()
-    write_corpus(corpus)
+        enable_compile_cache()
+        write_corpus(corpus, stop)
 
 
 @data.command("pack")
@@ -251,7 +251,7 @@ def data_features(
     from dflash_jax.training import build_features
 
     enable_compile_cache()
-    with Bar("computing features", 0) as bar:
+    with Bar("computing features", 0, each="sequence") as bar:
         bar.doing(f"loading {run.target}")
         build_features(run, lambda done, total: bar.at(done, total=total))
 
@@ -262,14 +262,16 @@ def train(
     set_: _Set = None,
 ) -> None:
     """Train a drafter. Run again, it continues from the newest checkpoint."""
+    from dflash_jax.signals import stop_on_signals
     from dflash_jax.training import TrainConfig
 
-    run = _read(TrainConfig, "training", config, set_)
-    from dflash_jax.compile_cache import enable_compile_cache
-    from dflash_jax.training import run_training
+    with stop_on_signals() as stop:
+        run = _read(TrainConfig, "training", config, set_)
+        from dflash_jax.compile_cache import enable_compile_cache
+        from dflash_jax.training import run_training
 
-    enable_compile_cache()
-    run_training(run)
+        enable_compile_cache()
+        run_training(run, stop)
 
 
 @app.command()
@@ -304,8 +306,13 @@ def average(
 
 def main() -> None:
     """Runs the command line; what a user did wrong is one sentence on stderr and exit code 2."""
+    from dflash_jax.signals import Stopped
+
     try:
         app()
+    except Stopped as stopped:
+        print(f"dflash-jax: {stopped}", file=sys.stderr)
+        sys.exit(128 + stopped.signal)
     except DflashError as error:
         print(f"dflash-jax: {error}", file=sys.stderr)
         sys.exit(2)

@@ -49,7 +49,7 @@ class JobConsole:
     @contextlib.contextmanager
     def progress(self, total: int, watch: CompileWatch) -> Iterator[None]:
         """Shows a progress bar over so many input lines, and what the watch sees."""
-        with Bar("generating", total, console=self._err, watch=watch) as self._bar:
+        with Bar("generating", total, console=self._err, watch=watch, each="answer") as self._bar:
             yield
         self._bar = None
 
