@@ -6,6 +6,7 @@ nor a mistake waits for it.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
@@ -309,7 +310,11 @@ def main() -> None:
     from dflash_jax.signals import Stopped
 
     try:
-        app()
+        try:
+            app()
+        finally:
+            # What is flushed later, as Python ends, fails with a traceback.
+            sys.stdout.flush()
     except Stopped as stopped:
         print(f"dflash-jax: {stopped}", file=sys.stderr)
         sys.exit(128 + stopped.signal)
@@ -318,9 +323,24 @@ def main() -> None:
         sys.exit(2)
     except OSError as error:
         # A file error without a message of this package's own: the system's reason.
-        name = cut(str(error.filename or "a file"))
+        name = "a file" if error.filename is None else cut(str(error.filename))
+        if error.filename is None and _give_up_stdout():
+            name = "the standard output"
         print(f"dflash-jax: {name} cannot be read or written ({error.strerror or error})", file=sys.stderr)
         sys.exit(2)
+
+
+def _give_up_stdout() -> bool:
+    """Whether the standard output takes nothing any more; it then leads nowhere, or Python would fail as it ends."""
+    try:
+        # What could not be written is not in its buffer any more, so that flushing it again would say nothing.
+        os.write(1, b"\n")
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        return True
+    return False
 
 
 if __name__ == "__main__":

@@ -226,6 +226,24 @@ def test_a_file_that_cannot_be_written_is_one_sentence(call, tmp_path):
     refused(call("train", tmp_path / "run.yaml"), r"/dev/null/run cannot be read or written \(Not a directory\)")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("arguments", [["--version"], ["inspect", str(GOLDEN / "recall-target")], ["generate"]])
+def test_a_full_standard_output_is_named(config, arguments):
+    arguments = [*arguments, str(config)] if arguments == ["generate"] else arguments
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "dflash_jax", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=CONFIGS.parent)
+    said = "dflash-jax: the standard output cannot be read or written (No space left on device)\n"
+    assert (done.returncode, done.stderr.splitlines(keepends=True)[-1]) == (2, said)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m dflash_jax inspect {GOLDEN / 'recall-target'} | true"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, cwd=CONFIGS.parent)
+    assert done.stderr == ""
+
+
 # Exit codes.
 
 
