@@ -31,6 +31,7 @@ class Bar:
       console: where to; stderr unless given.
       watch: a `CompileWatch` that is already watching; the bar starts its own unless given.
       each: what is counted ("answer"); a line that has nothing else to tell says that the next one is waited for.
+      transient: leave nothing on the terminal.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Bar:
         console: Console | None = None,
         watch: CompileWatch | None = None,
         each: str = "step",
+        transient: bool = False,
     ):
         self._console = console or Console(stderr=True, highlight=False)
         self._what, self._total, self._done, self._figures = what, total, done, ""
@@ -57,6 +59,7 @@ class Bar:
             TimeElapsedColumn(),
             TextColumn("{task.fields[figures]}"),
             console=self._console,
+            transient=transient,
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task(what, total=total, completed=done, figures="")
@@ -120,7 +123,7 @@ class Bar:
         counted = f"{self._done}/{self._total} done" if self._total else ""
         if self._doing is not None:
             return ": ".join(filter(None, [self._doing, counted]))
-        return f"{self._what}: {', '.join(filter(None, [counted, self._figures]))}"
+        return ": ".join(filter(None, [self._what, ", ".join(filter(None, [counted, self._figures]))]))
 
     def _tell(self) -> None:
         """A line about the state, or where it is the same as before, what is waited for and how long already."""
