@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import time
 from typing import TYPE_CHECKING, Any
+
+from dflash_jax.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from dflash_jax.engine import Completion, Engine, EngineConfig, EngineState, SamplingParams, Update
@@ -36,17 +37,20 @@ __all__ = [
     "Update",
 ]
 
+_import, _names = lazy_exports(
+    __name__,
+    {
+        "engine": ["Completion", "Engine", "EngineConfig", "EngineState", "SamplingParams", "Update"],
+        "errors": ["CheckpointError", "ConfigError", "DflashError", "InvariantError", "RequestError", "StateError"],
+    },
+)
+
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first asked for, so that `dflash-jax --help` does not wait for JAX."""
-    if name == "__version__":
-        return importlib.metadata.version("dflash_jax")
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "dflash_jax.errors" if name.endswith("Error") else "dflash_jax.engine"
-    return getattr(importlib.import_module(module), name)
+    return importlib.metadata.version("dflash_jax") if name == "__version__" else _import(name)
 
 
 def __dir__() -> list[str]:
     """The public names, also those that are not imported yet."""
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*_names(), "__version__"})

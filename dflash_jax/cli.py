@@ -1,10 +1,12 @@
 """The command line: parses, calls, prints.
 
-Each command imports what it needs when it is called, so that `--help` does not wait for JAX.
+Each command imports what it needs when it is called, and JAX only once its config is read, so that neither `--help`
+nor a mistake waits for it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
@@ -90,15 +92,15 @@ def generate(
     from dflash_jax.signals import stop_on_signals
 
     with stop_on_signals() as stop:
-        from dflash_jax.compile_cache import enable_compile_cache
         from dflash_jax.jobs.config import load_job
-        from dflash_jax.jobs.console import JobConsole
-        from dflash_jax.jobs.generate import run_job
 
         job = load_job(config, set_ or ())
-        if dry:
-            from dflash_jax.jobs.dry_run import dry_run, print_dry_run
+        from dflash_jax.compile_cache import enable_compile_cache
+        from dflash_jax.jobs.console import JobConsole
+        from dflash_jax.jobs.dry_run import dry_run, print_dry_run
+        from dflash_jax.jobs.generate import run_job
 
+        if dry:
             looked = dry_run(job, overwrite=overwrite)
             print_dry_run(looked, job)
             _exit_for(len(looked.bad), len(looked.bad) + looked.run + looked.done, fail_on_error)
@@ -107,9 +109,7 @@ def generate(
         console = JobConsole(samples=job.report.samples, quiet=quiet)
         found = run_job(job, overwrite=overwrite, stop=stop, console=console)
     console.outcome(found)
-    if stop.signal is not None:
-        print(f"dflash-jax: stopped by {stop.signal.name}; run the same command again for the rest", file=sys.stderr)
-        raise typer.Exit(128 + stop.signal)
+    stop.check("; run the same command again for the rest")
     _exit_for(found["requests"]["error"], found["requests"]["total"], fail_on_error)
 
 
@@ -132,11 +132,12 @@ def inspect(
 ) -> None:
     """Tell what a checkpoint is, its sizes, and the memory that serving it takes."""
     from dflash_jax.engine.config import EngineConfig
-    from dflash_jax.jobs.inspect import inspect_checkpoint, print_inspection
     from dflash_jax.settings import parse
 
     sizes = _given(page_size=page_size, max_model_len=max_model_len, max_slots=max_slots, dtype=dtype)
     engine = parse(EngineConfig, sizes, "inspect")
+    from dflash_jax.jobs.inspect import inspect_checkpoint, print_inspection
+
     print_inspection(inspect_checkpoint(path, draft=draft, k=k, engine=engine, mask_token_id=mask_token_id))
 
 
@@ -155,15 +156,16 @@ def ladder(
     set_: _Set = None,
 ) -> None:
     """Measure speculation on and off at growing concurrency; see docs/sweep.md."""
+    from dflash_jax.bench.config import load_sweep, parse_levels
+
+    settings, levels = load_sweep(config, set_ or ()), parse_levels(concurrency)
     from rich.console import Console
 
-    from dflash_jax.bench.config import load_sweep, parse_levels
     from dflash_jax.bench.report import sweep_table, write_sweep
     from dflash_jax.bench.sweep import Load, failures, run_sweep
     from dflash_jax.compile_cache import enable_compile_cache
     from dflash_jax.progress import Bar
 
-    settings, levels = load_sweep(config, set_ or ()), parse_levels(concurrency)
     enable_compile_cache()
     given = _given(
         prompt_tokens=prompt_tokens,
@@ -172,7 +174,7 @@ def ladder(
         repeats=repeats,
         seed=seed,
     )
-    with Bar("measuring", len(levels)) as bar:
+    with Bar("measuring", len(levels), each="level") as bar:
 
         def keep(so_far: dict[str, Any]) -> None:
             write_sweep(out, so_far)
@@ -197,13 +199,16 @@ def data_generate(
     set_: _Set = None,
 ) -> None:
     """Let the target write conversations. Run again, it writes only what is missing."""
-    from dflash_jax.compile_cache import enable_compile_cache
+    from dflash_jax.signals import stop_on_signals
     from dflash_jax.training.corpora.config import CorpusConfig
-    from dflash_jax.training.corpora.generate import write_corpus
 
-    corpus = _read(CorpusConfig, "corpus", config, set_)
-    enable_compile_cache()
-    write_corpus(corpus)
+    with stop_on_signals() as stop:
+        corpus = _read(CorpusConfig, "corpus", config, set_)
+        from dflash_jax.compile_cache import enable_compile_cache
+        from dflash_jax.training.corpora.generate import write_corpus
+
+        enable_compile_cache()
+        write_corpus(corpus, stop)
 
 
 @data.command("pack")
@@ -239,14 +244,15 @@ def data_features(
     set_: _Set = None,
 ) -> None:
     """Compute the target's features of a run's data ahead of it; what is there already stays."""
-    from dflash_jax.compile_cache import enable_compile_cache
-    from dflash_jax.progress import Bar
     from dflash_jax.training import TrainConfig
-    from dflash_jax.training.run.setup import build_features
 
     run = _read(TrainConfig, "training", config, set_)
+    from dflash_jax.compile_cache import enable_compile_cache
+    from dflash_jax.progress import Bar
+    from dflash_jax.training import build_features
+
     enable_compile_cache()
-    with Bar("computing features", 0) as bar:
+    with Bar("computing features", 0, each="sequence") as bar:
         bar.doing(f"loading {run.target}")
         build_features(run, lambda done, total: bar.at(done, total=total))
 
@@ -257,12 +263,16 @@ def train(
     set_: _Set = None,
 ) -> None:
     """Train a drafter. Run again, it continues from the newest checkpoint."""
-    from dflash_jax.compile_cache import enable_compile_cache
-    from dflash_jax.training import TrainConfig, run_training
+    from dflash_jax.signals import stop_on_signals
+    from dflash_jax.training import TrainConfig
 
-    run = _read(TrainConfig, "training", config, set_)
-    enable_compile_cache()
-    run_training(run)
+    with stop_on_signals() as stop:
+        run = _read(TrainConfig, "training", config, set_)
+        from dflash_jax.compile_cache import enable_compile_cache
+        from dflash_jax.training import run_training
+
+        enable_compile_cache()
+        run_training(run, stop)
 
 
 @app.command()
@@ -273,9 +283,12 @@ def export(
     set_: _Set = None,
 ) -> None:
     """Export a run's newest checkpoint in Hugging Face layout."""
-    from dflash_jax.training import TrainConfig, export_draft
+    from dflash_jax.training import TrainConfig
 
-    step = export_draft(_read(TrainConfig, "training", config, set_), directory, dtype)
+    run = _read(TrainConfig, "training", config, set_)
+    from dflash_jax.training import export_draft
+
+    step = export_draft(run, directory, dtype)
     print(f"step {step} exported to {directory}")
 
 
@@ -294,16 +307,40 @@ def average(
 
 def main() -> None:
     """Runs the command line; what a user did wrong is one sentence on stderr and exit code 2."""
+    from dflash_jax.signals import Stopped
+
     try:
-        app()
+        try:
+            app()
+        finally:
+            # What is flushed later, as Python ends, fails with a traceback.
+            sys.stdout.flush()
+    except Stopped as stopped:
+        print(f"dflash-jax: {stopped}", file=sys.stderr)
+        sys.exit(128 + stopped.signal)
     except DflashError as error:
         print(f"dflash-jax: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         # A file error without a message of this package's own: the system's reason.
-        name = cut(str(error.filename or "a file"))
+        name = "a file" if error.filename is None else cut(str(error.filename))
+        if error.filename is None and _give_up_stdout():
+            name = "the standard output"
         print(f"dflash-jax: {name} cannot be read or written ({error.strerror or error})", file=sys.stderr)
         sys.exit(2)
+
+
+def _give_up_stdout() -> bool:
+    """Whether the standard output takes nothing any more; it then leads nowhere, or Python would fail as it ends."""
+    try:
+        # What could not be written is not in its buffer any more, so that flushing it again would say nothing.
+        os.write(1, b"\n")
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+        return True
+    return False
 
 
 if __name__ == "__main__":

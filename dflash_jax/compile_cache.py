@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from pathlib import Path
@@ -30,7 +31,7 @@ def enable_compile_cache() -> None:
         directory = private_directory(cache_directory() / "xla")
         _remove_damaged(directory)
     except PermissionError as error:
-        _log.warning("compiled programs are not kept, because it would not be safe: %s", error)
+        _warn_once(f"compiled programs are not kept, because it would not be safe: {error}")
         return
     except (OSError, RuntimeError):
         return
@@ -39,6 +40,12 @@ def enable_compile_cache() -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     if _setting("jax_persistent_cache_min_compile_time_secs") == _DEFAULT_SECONDS:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+@functools.cache
+def _warn_once(sentence: str) -> None:
+    """Every engine asks for the cache; one warning is enough."""
+    _log.warning(sentence)
 
 
 def own_cache() -> Path | None:

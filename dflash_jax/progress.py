@@ -30,6 +30,8 @@ class Bar:
       done: how many are done already.
       console: where to; stderr unless given.
       watch: a `CompileWatch` that is already watching; the bar starts its own unless given.
+      each: what is counted ("answer"); a line that has nothing else to tell says that the next one is waited for.
+      transient: leave nothing on the terminal.
     """
 
     def __init__(
@@ -39,11 +41,15 @@ class Bar:
         done: int = 0,
         console: Console | None = None,
         watch: CompileWatch | None = None,
+        each: str = "step",
+        transient: bool = False,
     ):
         self._console = console or Console(stderr=True, highlight=False)
         self._what, self._total, self._done, self._figures = what, total, done, ""
         self._doing: str | None = None
-        self._noted = time.monotonic()
+        self._each = each
+        self._noted = self._changed = time.monotonic()
+        self._said = ""
         self._watch, self._own_watch = watch, watch is None
         self._ended = threading.Event()
         self._progress = Progress(
@@ -53,6 +59,7 @@ class Bar:
             TimeElapsedColumn(),
             TextColumn("{task.fields[figures]}"),
             console=self._console,
+            transient=transient,
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task(what, total=total, completed=done, figures="")
@@ -78,9 +85,12 @@ class Bar:
 
     def at(self, done: int, figures: str | None = None, total: int | None = None) -> None:
         """So many are done; the figures and the total stay what they were unless given."""
+        before = self._state()
         self._total = self._total if total is None else total
         self._done, self._figures = done, self._figures if figures is None else figures
         self._doing = None
+        if self._state() != before:
+            self._changed = time.monotonic()
         self._progress.update(
             self._task, description=self._what, total=self._total, completed=done, figures=escape(self._figures)
         )
@@ -88,10 +98,10 @@ class Bar:
 
     def doing(self, what: str) -> None:
         """Shows what else is being done, until the next `at`."""
-        self._doing = what
+        self._doing, self._changed = what, time.monotonic()
         self._progress.update(self._task, description=escape(what))
         if not self._console.is_terminal:
-            self.note(self._state())
+            self._tell()
 
     def note(self, text: str) -> None:
         """Prints a line and keeps the bar."""
@@ -103,18 +113,31 @@ class Bar:
         if seconds >= LONG_COMPILATION:
             self.note(f"{program}: {'traced and loaded' if cached else 'compiled'} in {seconds:.1f} s")
 
-    def _state(self) -> str:
+    def _compiling(self) -> str | None:
         compiling = self._watch.current if self._watch is not None else None
-        if compiling is not None and compiling[2] >= LONG_COMPILATION:
-            return f"{compiling[0]} {compiling[1]}, {compiling[2]:.0f} s so far"
+        if compiling is None or compiling[2] < LONG_COMPILATION:
+            return None
+        return f"{compiling[0]} {compiling[1]}, {compiling[2]:.0f} s so far"
+
+    def _state(self) -> str:
         counted = f"{self._done}/{self._total} done" if self._total else ""
         if self._doing is not None:
             return ": ".join(filter(None, [self._doing, counted]))
-        return f"{self._what}: {', '.join(filter(None, [counted, self._figures]))}"
+        return ": ".join(filter(None, [self._what, ", ".join(filter(None, [counted, self._figures]))]))
+
+    def _tell(self) -> None:
+        """A line about the state, or where it is the same as before, what is waited for and how long already."""
+        text = self._compiling() or self._state()
+        if text == self._said:
+            waiting = "" if self._doing is not None else f"; waiting for the next {self._each}"
+            self.note(f"{text}{waiting}, {time.monotonic() - self._changed:.0f} s so far")
+            return
+        self._said = text
+        self.note(text)
 
     def _tell_if_due(self) -> None:
         if not self._console.is_terminal and time.monotonic() - self._noted > LINE_SECONDS:
-            self.note(self._state())
+            self._tell()
 
     def _beat(self) -> None:
         """Runs beside the work, which may be in the compiler or on the disk for minutes."""
@@ -122,4 +145,4 @@ class Bar:
             if not self._console.is_terminal:
                 self._tell_if_due()
             elif self._watch is not None and self._watch.current is not None:
-                self._progress.update(self._task, description=escape(self._state()))
+                self._progress.update(self._task, description=escape(self._compiling() or self._state()))

@@ -9,11 +9,28 @@ from collections.abc import Iterator
 from types import FrameType
 
 
+class Stopped(Exception):
+    """What was to be done ended early because a signal asked for it; the message says how far it came."""
+
+    def __init__(self, message: str, number: signal.Signals):
+        super().__init__(message)
+        self.signal = number
+
+
 class Stop:
     """Whether the process was asked to end, and by which signal."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+
+    def check(self, rest: str) -> None:
+        """Raises Stopped if it was asked to end.
+
+        Args:
+          rest: of the message, after "stopped by SIGTERM": how far it came, and what running it again does.
+        """
+        if self.signal is not None:
+            raise Stopped(f"stopped by {self.signal.name}{rest}", self.signal)
 
     def __bool__(self) -> bool:
         return self.signal is not None

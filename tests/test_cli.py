@@ -16,6 +16,7 @@ from dflash_jax import cli
 from dflash_jax.jobs.console import JobConsole
 
 GOLDEN = Path(__file__).parent / "golden"
+CONFIGS = Path(__file__).parents[1] / "configs"
 CASE = json.loads((GOLDEN / "recall-dflash2.json").read_text())["cases"][0]
 
 
@@ -192,10 +193,55 @@ def test_the_installed_command_refuses_like_the_function(tmp_path):
     assert done.stderr == "dflash-jax: there is no config file 'absent.yaml'\n" and done.stdout == ""
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["generate"], ["train"], ["data", "generate"], ["data", "features"], ["bench", "ladder"]),
+        ["generate", str(CONFIGS / "recall.yaml"), "--set", "engine.max_slot=1"],
+        ["generate", str(CONFIGS / "recall.yaml"), "--set", "sampling.top_k=-1"],
+        ["generate", str(CONFIGS / "train-recall.yaml")],
+        ["train", str(CONFIGS / "train-recall.yaml"), "--set", "draft.layers=1"],
+        ["export", "absent.yaml", "somewhere"],
+        ["inspect", str(GOLDEN / "recall-target"), "--page-size", "0"],
+    ],
+)
+def test_a_bad_config_is_refused_before_jax_is_imported(arguments, tmp_path):
+    arguments = arguments if len(arguments) > 2 or arguments[-1].endswith("yaml") else [*arguments, "absent.yaml"]
+    program = f"""
+import sys
+from dflash_jax.cli import main
+sys.argv = {["dflash-jax", *arguments]!r}
+try:
+    main()
+except SystemExit as end:
+    print(end.code, *sorted({{"jax", "transformers"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "2\n", done.stderr
+
+
 def test_a_file_that_cannot_be_written_is_one_sentence(call, tmp_path):
     values = {"target": str(GOLDEN / "recall-target"), "draft": {}, "data": {"path": "d"}, "optimiser": {"steps": 1}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**values, "output": "/dev/null/run"}))
     refused(call("train", tmp_path / "run.yaml"), r"/dev/null/run cannot be read or written \(Not a directory\)")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+@pytest.mark.parametrize("arguments", [["--version"], ["inspect", str(GOLDEN / "recall-target")], ["generate"]])
+def test_a_full_standard_output_is_named(config, arguments):
+    arguments = [*arguments, str(config)] if arguments == ["generate"] else arguments
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "dflash_jax", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=CONFIGS.parent)
+    said = "dflash-jax: the standard output cannot be read or written (No space left on device)\n"
+    assert (done.returncode, done.stderr.splitlines(keepends=True)[-1]) == (2, said)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m dflash_jax inspect {GOLDEN / 'recall-target'} | true"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, cwd=CONFIGS.parent)
+    assert done.stderr == ""
 
 
 # Exit codes.

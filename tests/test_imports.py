@@ -18,8 +18,9 @@ served = Engine.from_config({
     "engine": {"max_slots": 1, "max_model_len": 64},
 })
 served.generate([[60, 26, 48]], {"max_tokens": 4})
-needless = ("jax.experimental.pallas", "jax.experimental.mosaic", "orbax", "transformers", "torch", "matplotlib", "optax")
-print([name for name in sys.modules if name.startswith(needless) or "mosaic" in name and name.startswith("dflash_jax")])
+needless = ("jax.experimental.pallas", "jax.experimental.mosaic", "orbax", "transformers", "torch", "optax")
+ours = [name for name in sys.modules if "mosaic" in name and name.startswith("dflash_jax")]
+print(ours + [name for name in sys.modules if name.startswith((*needless, "matplotlib"))])
 """
 
 

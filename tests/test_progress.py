@@ -44,10 +44,28 @@ def test_a_terminal_gets_a_bar(monkeypatch, text):
 def test_a_log_gets_a_line_also_while_nothing_comes_back(monkeypatch):
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     stream = io.StringIO()
-    with Bar("generating", 7, 2, Console(file=stream, width=100)):
-        time.sleep(2.2)
+    with Bar("generating", 7, 2, Console(file=stream, width=100), each="answer"):
+        time.sleep(3.2)
     lines = stream.getvalue().splitlines()
-    assert len(lines) >= 2 and set(lines) == {"generating: 2/7 done"}
+    assert len(lines) >= 2 and lines[0] == "generating: 2/7 done"
+    for seconds, line in enumerate(lines[1:], start=2):
+        assert line == f"generating: 2/7 done; waiting for the next answer, {seconds} s so far"
+
+
+def test_a_log_gets_no_line_twice(monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    stream = io.StringIO()
+    with Bar("generating", 7, 2, Console(file=stream, width=100), each="answer") as bar:
+        bar.doing("loading m")
+        time.sleep(2.2)
+        bar.at(2, "9 tokens/s")
+        time.sleep(2.2)
+        bar.at(3, "9 tokens/s")
+    lines = stream.getvalue().splitlines()
+    assert len(set(lines)) == len(lines) >= 5, lines
+    assert lines[:2] == ["loading m: 2/7 done", "loading m: 2/7 done, 1 s so far"]
+    assert "generating: 2/7 done, 9 tokens/s; waiting for the next answer, 2 s so far" in lines
+    assert lines[-1] == "generating: 3/7 done, 9 tokens/s"
 
 
 def test_a_log_says_what_is_being_compiled_and_how_long_it_took(monkeypatch):

@@ -12,13 +12,14 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from dflash_jax.checkpoints.tokenizer import Tokenizer, import_transformers
-from dflash_jax.errors import CheckpointError, quote, reason
+from dflash_jax.errors import CheckpointError, cut, quote, reason
 
 # gguf.TokenType
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
 # Whose tokens texts and templates mean when they write one that several ids have.
 _ROLES = ("bos", "eos", "eot", "eom", "padding", "unknown")
 _MERGES = "tokenizer.ggml.merges"
+_TEMPLATE, _TEMPLATE_NAMES = "tokenizer.chat_template", "tokenizer.chat_templates"
 # 256,000 pieces of 60 characters; a real vocabulary's are a tenth as long.
 _MAX_PIECES = 1 << 30
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -106,21 +107,35 @@ def read_tokenizer(metadata: Mapping[str, Any], file: Path) -> Tokenizer | None:
             "(SentencePiece BPE) can be read from GGUF; use the model's Hugging Face directory instead"
         )
     vocabulary = _read_vocabulary(metadata, file)
-    template = metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str | None):
-        raise CheckpointError(f"tokenizer.chat_template in {file} is {quote(template)}, but it must be a text")
+    templates = _chat_templates(metadata, file)
     roles = {"bos": "bos", "eos": "eos", "pad": "padding"}
     found = {f"{name}_token": vocabulary.token_id(role) for name, role in roles.items()}
     named = {name: vocabulary.names[index] for name, index in found.items() if index is not None}
     try:
         backend = (_byte_level if kind == "gpt2" else _sentencepiece)(vocabulary)
         return Tokenizer(
-            import_transformers().PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **named)
+            import_transformers().PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=templates, **named)
         )
     except CheckpointError:
         raise
     except Exception as error:  # tokenizers raises Exception itself, such as for a merge of unknown tokens
         raise CheckpointError(f"the tokenizer in {file} cannot be built ({reason(error)})") from error
+
+
+def _chat_templates(metadata: Mapping[str, Any], file: Path) -> str | dict[str, str] | None:
+    """The chat template, or where others have names, all of them by name; the one without is "default"."""
+    found = {key: value for key, value in metadata.items() if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}.")}
+    listed = metadata.get(_TEMPLATE_NAMES) or []
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise CheckpointError(f"{_TEMPLATE_NAMES} in {file} is {quote(listed)}, but it must be a list of names")
+    for key in (*found, *(f"{_TEMPLATE}.{name}" for name in listed if name != "default")):
+        if not isinstance(found.get(key), str):
+            raise CheckpointError(f"{cut(key)} in {file} is {quote(found.get(key))}, but it must be a text")
+    default = found.pop(_TEMPLATE, None)
+    if not found:
+        return default
+    named = {key.removeprefix(f"{_TEMPLATE}."): template for key, template in found.items()}
+    return named if default is None else {**named, "default": default}
 
 
 def _read_vocabulary(metadata: Mapping[str, Any], file: Path) -> _Vocabulary:

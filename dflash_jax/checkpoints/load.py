@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,19 @@ from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.weights import DraftParams, TargetParams
 
 _log = logging.getLogger(__name__)
+
+_MAY_BE_ABSENT = (
+    "generation_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
 
 _Result = TypeVar("_Result")
 
@@ -154,8 +168,19 @@ def read_draft_config(
 
 
 def _read_fields(directory: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    _check_beside(directory)
     generation = directory / "generation_config.json"
     return read_object(directory / "config.json"), read_object(generation) if generation.exists() else None
+
+
+def _check_beside(directory: Path) -> None:
+    """Refuses what is in the place of a file that a checkpoint may lack; it would be taken for absent."""
+    for name in _MAY_BE_ABSENT:
+        file = directory / name
+        if os.path.lexists(file) and not file.is_file():
+            raise CheckpointError(
+                f"{file} is a directory, a pipe, a device or a link that leads to no file; it must be a file or absent"
+            )
 
 
 def _with_end(config: TargetConfig, tokenizer: Tokenizer | None, directory: Path) -> TargetConfig:

@@ -65,7 +65,7 @@ def open_file(file: Path) -> dict[str, StoredTensor]:
         with safe_open(file, framework="numpy"), file.open("rb") as handle:
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(length))
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{file} cannot be read as safetensors ({reason(error)}); it may be incomplete"
         ) from error

@@ -1,12 +1,19 @@
 """The engine: its two halves of state, the plan of a step, the jitted steps, snapshots, and `Engine`."""
 
-from dflash_jax.engine.admission import Prompt
-from dflash_jax.engine.config import EngineConfig, EngineSetup
-from dflash_jax.engine.engine import Engine
-from dflash_jax.engine.invariants import Violation
-from dflash_jax.engine.output import Completion, Metrics, Update
-from dflash_jax.engine.request import SamplingParams
-from dflash_jax.engine.state import EngineState, Models
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dflash_jax.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from dflash_jax.engine.admission import Prompt
+    from dflash_jax.engine.config import EngineConfig, EngineSetup
+    from dflash_jax.engine.engine import Engine
+    from dflash_jax.engine.invariants import Violation
+    from dflash_jax.engine.output import Completion, Metrics, Update
+    from dflash_jax.engine.request import SamplingParams
+    from dflash_jax.engine.state import EngineState, Models
 
 __all__ = [
     "Completion",
@@ -21,3 +28,16 @@ __all__ = [
     "Update",
     "Violation",
 ]
+
+__getattr__, __dir__ = lazy_exports(
+    __name__,
+    {
+        "admission": ["Prompt"],
+        "config": ["EngineConfig", "EngineSetup"],
+        "engine": ["Engine"],
+        "invariants": ["Violation"],
+        "output": ["Completion", "Metrics", "Update"],
+        "request": ["SamplingParams"],
+        "state": ["EngineState", "Models"],
+    },
+)

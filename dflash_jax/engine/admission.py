@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dflash_jax.checkpoints import Tokenizer
@@ -14,8 +15,8 @@ from dflash_jax.errors import RequestError, quote
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.text.chat import read_chat
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids, chat messages, or a mapping of `messages` and other `text.chat.CHAT_KEYS`."""
+Prompt = str | Sequence[int] | np.ndarray | jax.Array | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids as a list or an array, chat messages, or a mapping of `messages` and other `text.chat.CHAT_KEYS`."""
 
 
 def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
@@ -24,6 +25,8 @@ def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     Raises:
       RequestError: it is text or messages, and there is no tokenizer or no chat template for it.
     """
+    if isinstance(prompt, np.ndarray | jax.Array) and prompt.ndim == 1:
+        prompt = prompt.tolist()
     kinds = {type(part) for part in prompt} if isinstance(prompt, Sequence) else set()
     if not isinstance(prompt, str) and kinds and all(issubclass(kind, int | np.integer) for kind in kinds):
         return tuple(int(token) for token in prompt)  # type: ignore[arg-type]

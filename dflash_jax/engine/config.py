@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.errors import ConfigError, quote
 from dflash_jax.settings import PathText, Section
+
+if TYPE_CHECKING:
+    from dflash_jax.checkpoints import Tokenizer
 
 _INT32 = 2**31 - 1
 """Positions, slots and pages are counted in int32 on the device."""

@@ -397,8 +397,9 @@ class Engine:
         else:
             like = empty_device(engine.models, engine.config, rows=saved.rows)
             snapshots.check_fits(Path(directory), saved, engine.host.models, like)
-            engine.state = snapshots.load_state(Path(directory), like)
-            engine.host = host
+            state = snapshots.load_state(Path(directory), like)
+            limits = jnp.full_like(state.slots.draft_limit, host.policy.draft_limit)
+            engine.state, engine.host = state.replace(slots=state.slots.replace(draft_limit=limits)), host
         return engine
 
     def fork(

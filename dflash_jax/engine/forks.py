@@ -10,9 +10,8 @@ from pathlib import Path
 
 from dflash_jax.checkpoints import LoadedDraft, load_draft
 from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
-from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.device import prepare
-from dflash_jax.engine.host import HostState, fallback_of, restart
+from dflash_jax.engine.host import HostState, restart, waiting_under
 from dflash_jax.engine.init import make_policy, with_policy
 from dflash_jax.engine.run import Runner
 from dflash_jax.engine.state import Models
@@ -77,11 +76,7 @@ def recompute(host: HostState, empty: HostState) -> HostState:
     # As large as the other engine's device state, whatever this one's was.
     pool = dataclasses.replace(host.pool, num_pages=empty.pool.num_pages, page_size=empty.pool.page_size)
     host = restart(dataclasses.replace(host, pool=pool, checkpoints=empty.checkpoints))
-    # Whether a request is drafted for is another matter with another draft, or the first.
-    waiting = Queue(
-        (name, dataclasses.replace(sequence, fallback=fallback_of(policy, sequence.request)))
-        for name, sequence in host.waiting.items()
-    )
+    waiting = waiting_under(host, policy)
     return dataclasses.replace(host, policy=policy, models=empty.models, waiting=waiting, experience=empty.experience)
 
 

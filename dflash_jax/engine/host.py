@@ -228,6 +228,14 @@ def restart(host: HostState) -> HostState:
     return dataclasses.replace(host, running=Queue(), waiting=waiting, pool=pool, checkpoints=checkpoints)
 
 
+def waiting_under(host: HostState, policy: Policy) -> Queue[Sequence]:
+    """The requests that wait; whether they are drafted for is decided again, by another policy."""
+    return Queue(
+        (name, dataclasses.replace(sequence, fallback=fallback_of(policy, sequence.request)))
+        for name, sequence in host.waiting.items()
+    )
+
+
 def _as_queued(sequence: Sequence) -> Sequence:
     return dataclasses.replace(
         sequence, slot=None, pages=Log(), position=0, opened=False, published=0, load=None, saves=()

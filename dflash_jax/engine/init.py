@@ -10,7 +10,7 @@ import jax
 from dflash_jax.engine.checkpoints import empty_checkpoints
 from dflash_jax.engine.config import EngineConfig, VerifyWidth
 from dflash_jax.engine.costs import Costs
-from dflash_jax.engine.host import NO_LIMIT, HostState, Policy
+from dflash_jax.engine.host import NO_LIMIT, HostState, Policy, waiting_under
 from dflash_jax.engine.identity import ModelsIdentity, identify
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.pages import empty_pool
@@ -59,7 +59,7 @@ def with_policy(host: HostState, policy: Policy) -> HostState:
     experience, fresh = host.experience, first_experience(policy)
     if experience is None or fresh is None or len(experience.calibration.seen) != policy.k:
         experience = fresh
-    return dataclasses.replace(host, policy=policy, experience=experience)
+    return dataclasses.replace(host, policy=policy, experience=experience, waiting=waiting_under(host, policy))
 
 
 def with_costs(host: HostState, costs: Costs) -> HostState:

@@ -9,7 +9,8 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.engine.plan import Chunk, Decode, Opening, Plan
-from dflash_jax.engine.state import MAX_STOP_TOKENS, Slots
+from dflash_jax.engine.request import MAX_STOP_TOKENS
+from dflash_jax.engine.state import Slots
 from dflash_jax.sampling import Sampler, device_temperature
 
 

@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dflash_jax.engine.state import MAX_STOP_TOKENS
 from dflash_jax.errors import RequestError, cut, quote
 from dflash_jax.settings import suggest
+
+MAX_STOP_TOKENS = 8
+"""Stop token ids a request can have."""
 
 MAX_STOP_STRINGS = 256
 """Stop strings a request can have: each of them is looked for at every character of the text."""
@@ -18,6 +20,8 @@ MAX_STOP_STRINGS = 256
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """How a request samples and when it ends.
+
+    Numbers may be numpy's or JAX's, too.
 
     Attributes:
       temperature: 0 is greedy.
@@ -51,6 +55,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _plain(getattr(self, field.name)))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name, wanted in (("stop", "a string or a list of strings"), ("stop_token_ids", "a list of token ids")):
             self._require(name, isinstance(getattr(self, name), list | tuple), wanted)
@@ -90,6 +96,13 @@ class SamplingParams:
             return dataclasses.replace(self, **{name: value for name, value in values.items() if value is not None})
         except TypeError as error:
             raise RequestError(f"sampling has a value of the wrong type: {cut(str(error))}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A value with numbers and lists of numpy or JAX as Python's own."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value.tolist() if hasattr(value, "dtype") and hasattr(value, "tolist") else value
 
 
 def _is_int(value: object) -> bool:

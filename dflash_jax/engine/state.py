@@ -15,6 +15,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree
 
 from dflash_jax.engine import display
+from dflash_jax.engine.request import MAX_STOP_TOKENS
 from dflash_jax.errors import StateError
 from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig
@@ -22,9 +23,6 @@ from dflash_jax.models.lm_head import LmHead
 from dflash_jax.models.recurrent import Recurrent, init_recurrent
 from dflash_jax.models.weights import TargetParams
 from dflash_jax.sampling import Sampler
-
-MAX_STOP_TOKENS = 8
-"""Stop token ids a request can have."""
 
 
 class Models(struct.PyTreeNode):

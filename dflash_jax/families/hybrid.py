@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -309,7 +310,7 @@ def from_gguf(config: TargetConfig, named: Tensors) -> dict[str, StoredTensor]:
     found = {name.replace(".dt_proj.bias", ".dt_bias"): tensor for name, tensor in _of_layers(config, named).items()}
     for name, tensor in found.items():
         if name.endswith(".A_log"):
-            found[name] = changed(tensor, _a_log)
+            found[name] = changed(tensor, partial(_a_log, tensor))
         elif name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
             found[name] = changed(tensor, lambda array: array - 1)
         elif name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
@@ -327,7 +328,12 @@ def _of_layers(config: TargetConfig, named: Tensors) -> dict[str, StoredTensor]:
 _BLOCKS = ("model.layers", "blk")
 
 
-def _a_log(array: HostArray) -> HostArray:
+def _a_log(stored: StoredTensor, array: HostArray) -> HostArray:
+    if np.any(array >= 0):
+        raise CheckpointError(
+            f"tensor {quote(stored.name)} in {stored.file} has {array[array >= 0][0]} among its values, but each is "
+            "-exp(A_log) and must be below 0"
+        )
     with np.errstate(all="ignore"):  # what is not finite is told as a weight that is not
         return np.log(-array)
 

@@ -110,8 +110,8 @@ def _read_kind(rope: _RopeFields, beside: _RopeFields, theta: float, max_positio
 
 def _section(fields: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:
     """The RoPE settings, and what they stand under."""
-    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    rope = fields.get(name) or {}
+    name = "rope_scaling" if fields.get("rope_scaling") not in (None, {}) else "rope_parameters"
+    rope = {} if fields.get(name) is None else fields[name]
     if isinstance(rope, Mapping) and rope and set(rope) <= _LAYER_TYPES:
         kinds = list(rope.values())
         if any(kind != kinds[0] for kind in kinds):

@@ -47,9 +47,15 @@ class JobConsole:
     # While it runs.
 
     @contextlib.contextmanager
+    def reading(self, path: str) -> Iterator[None]:
+        """Shows that the input is being read, if that takes long."""
+        with Bar(f"reading {path}", 0, console=self._err, each="line", transient=True):
+            yield
+
+    @contextlib.contextmanager
     def progress(self, total: int, watch: CompileWatch) -> Iterator[None]:
         """Shows a progress bar over so many input lines, and what the watch sees."""
-        with Bar("generating", total, console=self._err, watch=watch) as self._bar:
+        with Bar("generating", total, console=self._err, watch=watch, each="answer") as self._bar:
             yield
         self._bar = None
 

@@ -60,11 +60,10 @@ def run_job(
     stop = Stop() if stop is None else stop
     console = console or JobConsole()
     _check_paths(config)
-    with (
-        Source(config.input.path, cancelled=lambda: bool(stop)) as source,
-        CompileWatch(console.compiled) as watch,
-    ):
-        total = count_lines(source)
+    with contextlib.ExitStack() as stack, CompileWatch(console.compiled) as watch:
+        with console.reading(config.input.path):
+            source = stack.enter_context(Source(config.input.path, cancelled=lambda: bool(stop)))
+            total = count_lines(source)
         with ResultFile(config.output.path) as output:
             earlier = summary.read_summary(config.output.path) if output.done and not overwrite else {}
             summary.check_identity(config.output.path, earlier, config.identity())

@@ -17,7 +17,10 @@ MAX_LINE = 1 << 24
 """Bytes of the longest line that is read."""
 
 MAX_SKIPPED = 1 << 30
-"""Bytes after which a line that is too long to be read is taken to have no end."""
+"""Bytes after which a line that is too long to be read, or blank ones on end, are taken to have no end."""
+
+_BLANK_LINE = 1 << 10
+"""Bytes that a blank line counts as at least: packed files unfold to a billion of them."""
 
 _SPACE = b" \t\r\n\x0b\x0c"
 _BOM = b"\xef\xbb\xbf"
@@ -61,7 +64,7 @@ class Source:
         Raises:
           ConfigError: it cannot be read to its end.
         """
-        number = 0
+        number = blank = 0
         try:
             file = self._unpacked()
             while piece := file.readline(MAX_LINE):
@@ -69,8 +72,13 @@ class Source:
                 if piece.endswith(b"\n") or len(piece) < MAX_LINE:
                     if number == 1:
                         piece = piece.removeprefix(_BOM)
-                    if piece := piece.strip(_SPACE):
-                        yield number, piece
+                    if text := piece.strip(_SPACE):
+                        blank = 0
+                        yield number, text
+                        continue
+                    blank += max(len(piece), _BLANK_LINE)
+                    if blank > MAX_SKIPPED:
+                        raise self._unreadable(f"up to line {number} there is nothing but blank lines, without end")
                     continue
                 self._skip(file, number)
                 yield number, None

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from dflash_jax.checkpoints import load_draft, load_target, restore_params, save_draft, save_params, save_target
+from dflash_jax.checkpoints import (
+    load_draft,
+    load_target,
+    restore_params,
+    safetensors_io,
+    save_draft,
+    save_params,
+    save_target,
+)
 from dflash_jax.checkpoints.safetensors_io import open_directory, open_file
 from dflash_jax.checkpoints.tensors import all_finite
 from dflash_jax.errors import CheckpointError
@@ -305,3 +313,31 @@ def test_every_value_of_a_tensors_header_may_be_hostile(copy, name):
     for path in rng.sample(ways, 40):
         with_header(file, put(header, path, rng.choice(HOSTILE)), data)
         refusal(lambda: GOLDEN_MODELS[name](directory))
+
+
+@pytest.mark.parametrize(
+    "name", ["generation_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja"]
+)
+@pytest.mark.parametrize("kind", ["directory", "pipe", "dangling", "device"])
+def test_what_is_no_file_is_not_taken_for_an_absent_one(copy, name, kind):
+    """Without its generation config a model does not know where to end, and without its tokenizer it reads no text."""
+    file = copy("tiny-llama-rope3-tied") / name
+    file.unlink(missing_ok=True)
+    if kind == "directory":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("nowhere" if kind == "dangling" else "/dev/zero")
+    assert refusal(lambda: load_target(file.parent)).startswith(f"{file} is a directory, a pipe, a device or a link")
+
+
+def test_a_safetensors_file_that_memory_cannot_map_is_refused(copy, monkeypatch):
+    directory = copy("tiny-llama-rope3-tied")
+
+    def too_large(*_, **__):
+        raise MemoryError("Cannot allocate memory (os error 12)")
+
+    monkeypatch.setattr(safetensors_io, "safe_open", too_large)
+    with pytest.raises(CheckpointError, match=r"cannot be read as safetensors \(Cannot allocate memory"):
+        load_target(directory)

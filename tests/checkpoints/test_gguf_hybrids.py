@@ -286,3 +286,14 @@ def test_a_gguf_hybrid_that_contradicts_itself_is_named(models, tmp_path):
         file = write(tmp_path / "n.gguf", config, found)
     with pytest.raises(CheckpointError, match=r"recurrent_layers in the metadata of .* is 'all', but it must be"):
         load_target(file)
+
+
+@pytest.mark.parametrize("value", [0.25, 0.0])
+def test_a_decay_that_no_conversion_writes_is_refused_by_its_value(models, tmp_path, value):
+    config = CONFIGS["qwen3_5"]
+    found = stored(config, params_of(models, config))
+    found["blk.1.ssm_a"][3] = value
+    with pytest.raises(
+        CheckpointError, match=rf"tensor 'blk.1.ssm_a' in .*m.gguf has {value} among its values, but each"
+    ):
+        load_target(write(tmp_path / "m.gguf", config, found))

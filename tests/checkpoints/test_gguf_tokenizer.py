@@ -5,7 +5,7 @@ import pytest
 from tokenizers import pre_tokenizers
 
 from dflash_jax.checkpoints.gguf_tokenizer import read_tokenizer
-from dflash_jax.errors import CheckpointError
+from dflash_jax.errors import CheckpointError, RequestError
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ["12", "123", "1234", "he", "hello", "He", "cafe\u0301"]
@@ -230,6 +230,49 @@ def test_sentencepiece_metadata_that_are_no_tokenizers_are_one_sentence(sentence
     with pytest.raises(CheckpointError) as raised:
         read_tokenizer(sentencepiece_metadata(sentencepiece, **{key: value}), FILE)
     assert len(str(raised.value)) < 500
+
+
+def with_templates(**templates):
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": TOKENS}
+    names = {"default": "tokenizer.chat_template", "listed": "tokenizer.chat_templates"}
+    return read_tokenizer(
+        metadata | {names.get(name, f"tokenizer.chat_template.{name}"): value for name, value in templates.items()},
+        FILE,
+    )
+
+
+def test_named_chat_templates_are_read_as_those_of_a_hugging_face_directory():
+    messages = [{"role": "user", "content": "he"}]
+    found = with_templates(default="plain", tool_use="tools", rag="documents", listed=["rag", "tool_use"])
+    assert found.chat_text(messages) == "plain"
+    assert found.chat_text(messages, tools=[{"name": "f"}]) == "tools"
+    assert found.with_chat_template("rag").chat_text(messages) == "documents"
+    # The list of names is for other readers: what it leaves out is read too.
+    assert with_templates(default="plain", rag="documents").with_chat_template("rag").chat_text(messages) == "documents"
+    undecided = with_templates(rag="documents", tool_use="tools")
+    assert not undecided.has_chat_template
+    with pytest.raises(RequestError, match="the chat templates rag, tool_use and none of them is its default"):
+        undecided.chat_text(messages)
+
+
+@pytest.mark.parametrize(
+    ("templates", "message"),
+    [
+        ({"default": "x", "rag": 5}, r"tokenizer\.chat_template\.rag in m\.gguf is 5, but it must be a text"),
+        (
+            {"default": "x", "listed": ["rag"]},
+            r"tokenizer\.chat_template\.rag in m\.gguf is None, but it must be a text",
+        ),
+        (
+            {"default": "x", "listed": [5]},
+            r"tokenizer\.chat_templates in m\.gguf is \[5\], but it must be a list of names",
+        ),
+        ({"listed": "rag"}, r"chat_templates in m\.gguf is 'rag', but it must be a list of names"),
+    ],
+)
+def test_named_chat_templates_must_be_texts(templates, message):
+    with pytest.raises(CheckpointError, match=message):
+        with_templates(**templates)
 
 
 def test_a_chat_template_must_be_text():

@@ -81,6 +81,8 @@ TARGET = [
     ({"rope_theta": 0}, "rope_theta", "above 1"),
     ({"rope_theta": 1e300}, "rope_theta", "1e+12 or less"),
     ({"rope_parameters": "default"}, "rope_parameters", "an object"),
+    *(({"rope_parameters": value}, "rope_parameters", "an object") for value in (0, False, [], "")),
+    *(({"rope_scaling": value}, "rope_scaling", "an object") for value in (0, False, [], "")),
     ({"rope_parameters": {"full_attention": 3}}, "rope_parameters.full_attention", "an object"),
     ({"rope_parameters": {"rope_theta": -5}}, "rope_parameters.rope_theta", "above 1"),
     (yarn(original_max_position_embeddings=0), "rope_scaling.original_max_position_embeddings", "1 or more"),

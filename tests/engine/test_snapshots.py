@@ -176,3 +176,24 @@ def test_the_older_snapshot_stays_until_the_new_one_is_there(tmp_path, monkeypat
     )
     served.snapshot(tmp_path / "snapshot")
     assert ("snapshot.old", False) not in removed and ("snapshot.old", True) in removed
+
+
+def test_a_restored_engine_drafts_as_far_as_its_own_max_context(tmp_path):
+    """Both ways: slots of the snapshot have another limit, and so do requests that wait."""
+    limit, lengths = 40, [len(prompt) for prompt in prompts(PAIR)]
+    assert min(lengths) < limit < max(lengths)
+    for wrote, reads in ((None, limit), (limit, None)):
+        served = engine(PAIR, slots=1, max_context=wrote)
+        for index, prompt in enumerate(prompts(PAIR)):
+            served.add_request(prompt, SAMPLING, request_id=str(index))
+        served.step(), served.step()
+        served.snapshot(tmp_path / f"to-{reads}")
+        restored = Engine.restore(tmp_path / f"to-{reads}", engine(PAIR, slots=1, max_context=reads))
+        running = {sequence.id for sequence in restored.host.running}
+        for request_id, completion in finish(restored).items():
+            assert list(completion.token_ids) == cases(PAIR)[int(request_id)]["greedy_tokens"]
+            if reads is not None:
+                assert f"past draft.max_context {limit}" in completion.fallback
+            elif request_id not in running or lengths[int(request_id)] <= limit:
+                assert completion.fallback is None
+                assert_is_golden(completion, cases(PAIR)[int(request_id)])

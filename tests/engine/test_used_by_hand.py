@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import threading
 from itertools import islice
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from dflash_jax import Engine, RequestError, SamplingParams, StateError
@@ -229,3 +232,36 @@ def test_stop_strings_are_so_many_at_most():
 def test_stops_that_are_no_lists_are_refused(name, value):
     with pytest.raises(RequestError, match=rf"sampling\.{name} is .*; it must be"):
         SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("of", [np, jnp])
+def test_numbers_of_numpy_and_jax_are_numbers(of):
+    plain = SamplingParams(
+        temperature=0.5, max_tokens=7, top_p=0.75, top_k=3, seed=9, stop_token_ids=(1, 2), ignore_eos=True
+    )
+    values = {"temperature": of.float32(0.5), "max_tokens": of.int32(7), "top_p": of.asarray(0.75, of.float32)}
+    values |= {
+        "top_k": of.uint8(3),
+        "seed": of.uint32(9),
+        "stop_token_ids": of.asarray([1, 2]),
+        "ignore_eos": of.bool_(True),
+    }
+    for params in (SamplingParams(**values), SamplingParams().override(values)):
+        assert params == plain
+        for field in dataclasses.fields(params):
+            found, expected = getattr(params, field.name), getattr(plain, field.name)
+            assert type(found) is type(expected), field.name
+    assert SamplingParams(stop_token_ids=[of.int32(3)]).stop_token_ids == (3,)
+    for name, value in (("temperature", of.float32("nan")), ("max_tokens", of.float32(2)), ("top_k", of.asarray([1]))):
+        with pytest.raises(RequestError, match=f"^sampling.{name} is "):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("of", [np, jnp])
+def test_a_prompt_may_be_an_array(of):
+    served, prompt = engine("recall-dflash2"), prompts("recall-dflash2")[0]
+    assert served.tokenize(of.asarray(prompt)) == tuple(prompt)
+    with pytest.raises(RequestError, match=r"the prompt is .*; it must be text, a list of token ids"):
+        served.tokenize(of.asarray([prompt]))
+    with pytest.raises(RequestError, match=r"the prompt is .*; it must be text, a list of token ids"):
+        served.tokenize(of.asarray(prompt, of.float32))

@@ -9,13 +9,16 @@ import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from backports import zstd
 
+from dflash_jax import progress
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError
 from dflash_jax.jobs import source as sources
+from dflash_jax.jobs.console import JobConsole
 from dflash_jax.jobs.reader import BadLine, Item, read_items
 from dflash_jax.jobs.source import Source
 from tests.jobs.recall_job import CASES, prompt
@@ -65,6 +68,37 @@ def test_a_line_without_an_end_is_given_up(tmp_path, monkeypatch):
     (tmp_path / "in.gz").write_bytes(gzip.compress(b"{}\n" + b"\0" * (1 << 20)))
     with pytest.raises(ConfigError, match="line 2 has no end within"), Source(tmp_path / "in.gz") as source:
         list(source.lines())
+
+
+def test_blank_lines_without_an_end_are_given_up(tmp_path):
+    """Four megabytes unfold to a billion of them."""
+    file = tmp_path / "in.jsonl.gz"
+    with gzip.open(file, "wb", 1) as packed:
+        for _ in range(1000):
+            packed.write(b"\n" * 1_000_000)
+    with Source(file) as source, pytest.raises(ConfigError, match=r"up to line \d+ there is nothing but blank lines"):
+        list(source.lines())
+    few = tmp_path / "few.jsonl"
+    few.write_bytes((b"\n" * 500_000 + b"{}\n") * 3)
+    with Source(few) as source:
+        assert len(list(source.lines())) == 3
+
+
+def test_a_log_says_that_input_is_waited_for(job, monkeypatch, capfd):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    job.configure(input={"path": str(job.directory / "pipe")})
+    os.mkfifo(job.directory / "pipe")
+
+    def write():
+        with (job.directory / "pipe").open("w") as pipe:
+            time.sleep(2.5)
+            pipe.write(json.dumps(prompt(0)) + "\n")
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    job.run("sampling.max_tokens=2", console=JobConsole())
+    writer.join()
+    assert f"\nreading {job.directory}/pipe; waiting for the next line, " in capfd.readouterr().err
 
 
 def test_a_job_reads_a_pipe(job):

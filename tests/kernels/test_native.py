@@ -101,6 +101,12 @@ def test_it_is_compiled_once_and_kept_where_only_its_owner_writes(unbuilt, built
     assert stat.S_IMODE((unbuilt / "cache" / "native").stat().st_mode) == 0o700
 
 
+def test_how_long_compiling_it_took_is_said_once(unbuilt, built, caplog):
+    native.load(), native.load()
+    [record] = caplog.records
+    assert re.fullmatch(r"compiled native code for this processor in \d+\.\d s", record.message)
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(unbuilt, built):
     (unbuilt / "cache").write_text("a file where the directory should be")
     assert native.load()

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ _TARGETS = {
     "dflash_write": "DflashWrite",
 }
 _PATIENCE = 600.0
+
+_log = logging.getLogger(__name__)
 
 # XLA takes functions once, so that two threads must not both load them.
 _asking = threading.Lock()
@@ -114,11 +118,14 @@ def load() -> dict[str, Any]:
         if reason := exposure(Path(scratch).resolve()):
             raise BuildError(f"there is no safe place to build it: {reason}")
         made = Path(scratch) / f"{name}.so"
+        begin = time.perf_counter()
         _compile([*command, *map(str, _SOURCES), "-o", str(made)])
         try:
             functions = _functions(made)
         except (OSError, AttributeError) as error:
             raise BuildError(f"what {command[0]} makes of the native code cannot be loaded: {error}") from None
+        # The first start of all takes this much longer, and there is nothing else to see of it.
+        _log.warning("compiled native code for this processor in %.1f s", time.perf_counter() - begin)
         # It works without being kept, and stays loaded when its file is gone.
         with contextlib.suppress(OSError):
             if directory is not None:

@@ -16,6 +16,7 @@ from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Engine, Models
 from dflash_jax.errors import ConfigError
 from dflash_jax.progress import Bar
+from dflash_jax.signals import Stop
 from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, repair
 from dflash_jax.training.corpora.writer import ConversationWriter
@@ -36,7 +37,10 @@ def writing_engine(config: CorpusConfig) -> Engine:
 
 
 def generate_corpus(
-    engine: Engine, config: CorpusConfig, on_dropped: Callable[[str], None] = lambda reason: None
+    engine: Engine,
+    config: CorpusConfig,
+    on_dropped: Callable[[str], None] = lambda reason: None,
+    stop: Stop | None = None,
 ) -> Iterator[Conversation]:
     """Writes the conversations that the output file lacks, yielding each as it is written.
 
@@ -44,6 +48,7 @@ def generate_corpus(
       engine: with the target and its tokenizer.
       config: what to write.
       on_dropped: is told the reason for each conversation that is dropped.
+      stop: ends it after the current step when it becomes true.
 
     Raises:
       ConfigError: the target has no chat template, a file named in the config cannot be used, the output is another
@@ -59,7 +64,7 @@ def generate_corpus(
         _check_manifest(output, config, begun=bool(done))
         pending = iter(index for index in range(config.conversations) if index not in done)
         found = bool(done)
-        while True:
+        while not stop:
             while _wants_more(engine) and (index := next(pending, None)) is not None:
                 writer.start(index)
             if not engine.has_work:
@@ -69,22 +74,28 @@ def generate_corpus(
                 file.flush()
                 found = True
                 yield conversation
-    if not found:
+    if not found and not stop:
         raise ConfigError(f"no conversation was written to {output}: {writer.first_dropped}")
 
 
-def write_corpus(config: CorpusConfig) -> None:
-    """`generate_corpus` for the command line: shows how far it is and says what was written."""
-    engine = writing_engine(config)
+def write_corpus(config: CorpusConfig, stop: Stop) -> None:
+    """`generate_corpus` for the command line: shows how far it is and says what was written.
+
+    Raises:
+      Stopped: `stop` became true before the corpus was whole.
+    """
     written = tokens = 0
     dropped: list[str] = []
-    with Bar("writing", config.conversations) as bar:
-        for conversation in generate_corpus(engine, config, dropped.append):
+    with Bar("writing", config.conversations, each="conversation") as bar:
+        bar.doing(f"loading {config.target.path}")
+        engine = writing_engine(config)
+        for conversation in generate_corpus(engine, config, dropped.append, stop):
             written, tokens = written + 1, tokens + len(conversation.tokens) - conversation.prompt_len
             bar.at(written)
     print(f"{written} conversations with {tokens} tokens of answers written to {config.output}")
     if dropped:
         print(f"{len(dropped)} conversations were dropped; the first: {dropped[0]}")
+    stop.check("; run the same command again for the rest")
 
 
 def _wants_more(engine: Engine) -> bool:

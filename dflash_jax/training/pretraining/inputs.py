@@ -8,6 +8,8 @@ from pathlib import Path
 from dflash_jax.checkpoints import save_target
 from dflash_jax.checkpoints.staging import new_directory
 from dflash_jax.errors import ConfigError
+from dflash_jax.progress import Bar
+from dflash_jax.signals import Stop
 from dflash_jax.training.config import PretrainSection, RuleSection, TrainConfig
 from dflash_jax.training.data.dataset import open_data
 from dflash_jax.training.data.records import append_shards
@@ -20,18 +22,23 @@ _RULE = "rule.json"
 _PRETRAIN = "pretrain.json"
 
 
-def make_inputs(config: TrainConfig) -> None:
+def make_inputs(config: TrainConfig, stop: Stop | None = None) -> None:
     """Makes the sequences (`data.rule`) and the target (`pretrain`) of a run, unless they are there.
 
     Each appears whole or not at all, with a manifest.
 
+    Args:
+      config: the run.
+      stop: ends it early when it becomes true.
+
     Raises:
       ConfigError: something else is in their place, or the config cannot work.
+      Stopped: `stop` became true.
     """
     if config.data.rule is not None:
         _make_sequences(config.data.path, config.data.rule)
     if config.pretrain is not None:
-        _make_target(config, config.pretrain)
+        _make_target(config, config.pretrain, stop)
 
 
 def pretrain_settings(config: TrainConfig, data_fingerprint: str) -> dict[str, object]:
@@ -46,12 +53,13 @@ def _make_sequences(directory: Path, section: RuleSection) -> None:
     if directory.exists():
         _check(directory, _RULE, settings, "data.path", "data.rule")
         return
-    with new_directory(directory) as scratch:
+    with new_directory(directory) as scratch, Bar("making sequences", 0) as bar:
+        bar.doing(f"making {section.sequences} sequences in {directory}")
         append_shards(scratch, rule_sequences(section))
         write_manifest(scratch / _RULE, settings)
 
 
-def _make_target(config: TrainConfig, section: PretrainSection) -> None:
+def _make_target(config: TrainConfig, section: PretrainSection, stop: Stop | None) -> None:
     directory = Path(config.target).expanduser()
     if config.target.startswith("wheel:") or directory.suffix == ".gguf":
         raise ConfigError(
@@ -67,7 +75,7 @@ def _make_target(config: TrainConfig, section: PretrainSection) -> None:
     if directory.exists():
         _check(directory, _PRETRAIN, settings, "target", "pretrain")
         return
-    trained = pretrain(section, dataset, config.seed)
+    trained = pretrain(section, dataset, config.seed, stop)
     with new_directory(directory) as scratch:
         save_target(scratch, trained.config, trained.params, "bfloat16")
         write_manifest(scratch / _PRETRAIN, settings)

@@ -20,6 +20,7 @@ from dflash_jax.models.matrix import Matrix
 from dflash_jax.models.target import lm_head
 from dflash_jax.models.weights import TargetParams
 from dflash_jax.progress import Bar
+from dflash_jax.signals import Stop
 from dflash_jax.training.config import PretrainSection, TargetShape
 from dflash_jax.training.data.batch import TokenBatch, token_batch
 from dflash_jax.training.data.dataset import Dataset, Order
@@ -104,12 +105,20 @@ def predict(params: TargetParams, config: TargetConfig, batch: TokenBatch) -> Pr
     return Prediction(jnp.sum(nll * learnt), jnp.sum(correct), jnp.sum(learnt))
 
 
-def pretrain(section: PretrainSection, dataset: Dataset, seed: int) -> Pretrained:
-    """Trains a fresh target on a dataset's sequences. It depends on the arguments alone.
+def pretrain(section: PretrainSection, dataset: Dataset, seed: int, stop: Stop | None = None) -> Pretrained:
+    """Trains a fresh target on a dataset's sequences. It depends on the first three arguments alone.
+
+    Args:
+      section: the target and how it is trained.
+      dataset: its sequences.
+      seed: of its fresh weights and of the order of the sequences.
+      stop: ends it after the current step when it becomes true.
 
     Raises:
       ConfigError: sizes that contradict each other.
+      Stopped: `stop` became true.
     """
+    stop = Stop() if stop is None else stop
     enable_compile_cache()
     config = fresh_target_config(section.shape)
 
@@ -117,13 +126,16 @@ def pretrain(section: PretrainSection, dataset: Dataset, seed: int) -> Pretraine
         return fresh_target_params(jax.random.fold_in(jax.random.key(seed), 3), config, section.scale)
 
     check_num_weights("pretrain.shape", fresh)
-    params = fresh()
-    optimiser = make_optimiser(section.optimiser)
-    state = optimiser.init(params)
-    step = _make_step(config, optimiser)
-    order = Order(dataset, seed, section.optimiser.sequences)
-    with Bar("pre-training", section.optimiser.steps) as bar:
-        for number in range(section.optimiser.steps):
+    steps = section.optimiser.steps
+    with Bar("pre-training", steps) as bar:
+        bar.doing("making fresh weights")
+        params = fresh()
+        optimiser = make_optimiser(section.optimiser)
+        state = optimiser.init(params)
+        step = _make_step(config, optimiser)
+        order = Order(dataset, seed, section.optimiser.sequences)
+        for number in range(steps):
+            stop.check(f" at step {number} of {steps} of pre-training, which the same command begins anew")
             params, state, prediction = step(params, state, _batch(dataset, order.sequences(number)))
             noted = number % _NOTED_EVERY == 0
             bar.at(number + 1, "loss {:.3f}, accuracy {:.3f}".format(*_means(prediction)) if noted else None)

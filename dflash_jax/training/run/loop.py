@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dflash_jax.errors import TrainingError
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.weights import DraftParams
 from dflash_jax.progress import Bar
-from dflash_jax.signals import stop_on_signals
+from dflash_jax.signals import Stop, stop_on_signals
 from dflash_jax.training.config import TrainConfig
 from dflash_jax.training.data.dataset import Order
 from dflash_jax.training.objective.metrics import DraftMetrics, metric_means
@@ -49,7 +49,7 @@ class Trained:
     params: DraftParams
 
 
-def train(config: TrainConfig) -> Trained:
+def train(config: TrainConfig, stop: Stop | None = None) -> Trained:
     """Trains a draft, from the newest checkpoint in the output directory if there is one.
 
     Sequences and a target that the config describes are made first (`make_inputs`).
@@ -58,20 +58,28 @@ def train(config: TrainConfig) -> Trained:
 
     Args:
       config: the run.
+      stop: ends it in the signals' place.
 
     Raises:
       ConfigError: a config that cannot work, or not the one that the run was started with.
       CheckpointError: a target, draft or checkpoint that cannot be read.
       TrainingError: the loss or a weight is not finite any more.
+      Stopped: it was asked to end before the first step.
     """
     config.output.mkdir(parents=True, exist_ok=True)
-    with sole_writer(config.output / ".lock", f"the run in {config.output}"):
-        make_inputs(config)
+    with (
+        sole_writer(config.output / ".lock", f"the run in {config.output}"),
+        stop_on_signals() if stop is None else nullcontext(stop) as stop,
+    ):
+        make_inputs(config, stop)
         with closing(RunStore(config.output, config.checkpoint)) as store:
-            return _loop(prepare(config, store), store)
+            with Bar("preparing the run", 0) as bar:
+                run = prepare(config, store, bar.doing)
+            stop.check(" before the first step of this run; the same command begins it")
+            return _loop(run, store, stop)
 
 
-def _loop(run: Run, store: RunStore) -> Trained:
+def _loop(run: Run, store: RunStore, stop: Stop) -> Trained:
     config, section = run.config, run.config.optimiser
     train_step = make_train_step(
         run.draft_config, config.dtype, config.loss, section, make_optimiser(section, config.dtype)
@@ -80,7 +88,7 @@ def _loop(run: Run, store: RunStore) -> Trained:
     state = run.start if store.latest_step() is None else store.restore(run.start)
     step = int(state.step)
     log = MetricsLog(store.metrics, step)
-    with Bar("training", section.steps, step) as bar, stop_on_signals() as stop:
+    with Bar("training", section.steps, step) as bar:
         evaluate = _evaluator(run, log, bar)
         window, window_start = None, time.perf_counter()
         batch = run.batch(order.sequences(step))
@@ -183,9 +191,13 @@ def _export_once(directory: Path, config: DraftConfig, params: DraftParams) -> N
         save_draft(directory, config, params)
 
 
-def run_training(config: TrainConfig) -> None:
-    """`train` for the command line: says how it ended."""
-    trained = train(config)
+def run_training(config: TrainConfig, stop: Stop) -> None:
+    """`train` for the command line: says how it ended.
+
+    Raises:
+      Stopped: `stop` became true before the last step.
+    """
+    trained = train(config, stop)
     if trained.finished:
         last = {line["kind"]: line for line in read_metrics(config.output / "metrics.jsonl")}
         if "held_out" in last:
@@ -194,4 +206,4 @@ def run_training(config: TrainConfig) -> None:
             print(f"mean acceptance length, decoding: {last['engine']['mean_acceptance_length']:.2f}")
         print(f"finished at step {trained.step}; the draft is in {config.output / 'draft'}")
     else:
-        print(f"stopped at step {trained.step} of {config.optimiser.steps}; the same command continues from there")
+        stop.check(f" at step {trained.step} of {config.optimiser.steps}; the same command continues from there")

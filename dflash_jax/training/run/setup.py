@@ -76,8 +76,13 @@ class Run:
         return unscale_features(params, self.scale)
 
 
-def prepare(config: TrainConfig, store: RunStore) -> Run:
+def prepare(config: TrainConfig, store: RunStore, report: Callable[[str], None] = lambda what: None) -> Run:
     """Loads and checks everything that a config names.
+
+    Args:
+      config: the run.
+      store: where it is kept.
+      report: is told what is being done.
 
     Raises:
       ConfigError: a config that cannot work, or not the one that the run was started with.
@@ -85,8 +90,11 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
     """
     check_shapes(config)
     enable_compile_cache()
+    report(f"loading {config.target}")
     target = load_target(config.target, "float32")
+    report(f"opening {config.data.path}")
     dataset = open_data(config.data, target.config.vocab_size)
+    report("making the draft" if config.draft.path is None else f"loading {config.draft.path}")
     start, draft_config = starting_draft(config, target)
     key = jax.random.key(config.seed)
 
@@ -103,6 +111,7 @@ def prepare(config: TrainConfig, store: RunStore) -> Run:
     store.begin(config, {**dependencies, "data fingerprint": dataset.fingerprint})
     features = _open_features(config, target, draft_config, dataset, dependencies["target fingerprint"])
     if store.latest_step() is None:
+        report("measuring features")
         store.save_scale(_measure_scale(config, draft_config, dataset, features))
     scale = jnp.asarray(store.load_scale(num_features(draft_config)))
     params = fresh() if start is None else scale_features(start, scale)

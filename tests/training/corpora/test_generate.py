@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import re
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from dflash_jax import Engine, EngineConfig, cli
 from dflash_jax.checkpoints import Tokenizer, save_target
 from dflash_jax.engine import Models
 from dflash_jax.errors import ConfigError
+from dflash_jax.progress import Bar
 from dflash_jax.settings import parse
 from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, read_conversations, repair
@@ -212,6 +215,24 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(engine, tmp_path, mo
     assert [c.index for c in read_conversations(config.output)] == [1]
     # Run again, it has something, and nothing more to write.
     assert call(monkeypatch, capsys, engine, "data", "generate", tmp_path / "config.yaml")[0] == 0
+
+
+def test_a_corpus_that_is_stopped_says_what_it_has_and_goes_on(engine, tmp_path, monkeypatch, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one"}\n')
+    config = corpus(tmp_path / "corpus.jsonl", prompts=str(tmp_path / "prompts.jsonl"), conversations=6)
+    (tmp_path / "config.yaml").write_text(json.dumps(config.model_dump(mode="json")))
+    monkeypatch.setattr(Bar, "at", lambda self, done: signal.raise_signal(signal.SIGTERM) if done == 2 else None)
+    first, again = (Engine(engine.models, engine.config, tokenizer=engine.tokenizer) for _ in range(2))
+    code, out, err = call(monkeypatch, capsys, first, "data", "generate", tmp_path / "config.yaml")
+    assert code == 128 + signal.SIGTERM
+    assert re.match(r"[2-5] conversations with \d+ tokens of answers written to", out), out
+    assert err.endswith("dflash-jax: stopped by SIGTERM; run the same command again for the rest\n")
+    written = len(list(read_conversations(config.output)))
+    assert out.startswith(f"{written} ")
+    monkeypatch.setattr(Bar, "at", lambda self, done: None)
+    code, out, _ = call(monkeypatch, capsys, again, "data", "generate", tmp_path / "config.yaml")
+    assert code == 0 and out.startswith(f"{6 - written} conversations")
+    assert sorted(c.index for c in read_conversations(config.output)) == list(range(6))
 
 
 def test_a_corpus_that_stays_empty_is_an_error_with_its_reason(engine, tmp_path, monkeypatch, capsys):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -13,7 +17,8 @@ from dflash_jax.checkpoints import load_draft, load_target
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.target import lm_head
 from dflash_jax.settings import parse, read_settings
-from dflash_jax.training import TrainConfig, train
+from dflash_jax.signals import Stop, Stopped
+from dflash_jax.training import TrainConfig, run_training, train
 from dflash_jax.training.config import PretrainSection, RuleSection, TargetShape, UpdateSection
 from dflash_jax.training.data.dataset import open_dataset
 from dflash_jax.training.data.features import run_sequences
@@ -27,6 +32,8 @@ from dflash_jax.training.pretraining.target import (
     predict,
     pretrain,
 )
+from dflash_jax.training.run import loop
+from dflash_jax.training.run.log import MetricsLog
 from tests.training.recall import leaves
 
 CONFIG = Path(__file__).parents[3] / "configs" / "train-recall.yaml"
@@ -49,11 +56,15 @@ SHAPE = TargetShape(
 )
 
 
-def short(directory: Path, *changes: str) -> TrainConfig:
-    """A few steps of the committed config, in a directory of its own."""
+def overrides(directory: Path) -> list[str]:
+    """What makes the committed config a few steps, in a directory of its own."""
     places = [f"output={directory}", f"target={directory}/target"]
-    places += [f"data.path={directory}/sequences", f"data.features={directory}/features"]
-    return parse(TrainConfig, read_settings(CONFIG, [*places, *SHORT, *changes]), str(CONFIG))
+    return [*places, f"data.path={directory}/sequences", f"data.features={directory}/features", *SHORT]
+
+
+def short(directory: Path, *changes: str) -> TrainConfig:
+    """A few steps of the committed config."""
+    return parse(TrainConfig, read_settings(CONFIG, [*overrides(directory), *changes]), str(CONFIG))
 
 
 def weights(directory: Path) -> list[np.ndarray]:
@@ -161,3 +172,59 @@ def test_what_cannot_work_is_refused_before_a_target_is_trained(tmp_path, change
     with pytest.raises(ConfigError, match=message):
         train(short(tmp_path, *changes))
     assert not (tmp_path / "target").exists()
+
+
+def ended(arguments: list[str], said: str, number: signal.Signals) -> tuple[str, int]:
+    """A command's stderr and exit code; it is sent a signal once it has said something."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dflash_jax", *arguments],
+        cwd=CONFIG.parents[1],
+        env={**os.environ, "DFLASH_JAX_TYPECHECK": "0"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if said in line:
+            process.send_signal(number)
+            break
+    lines += process.stderr.readlines()
+    return "".join(lines), process.wait(timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("said", "number", "ends"),
+    [
+        ("making 48 sequences", signal.SIGINT, "at step 0 of 2 of pre-training, which the same command begins anew"),
+        ("making fresh weights", signal.SIGTERM, "at step 0 of 2 of pre-training, which the same command begins anew"),
+        ("making the draft", signal.SIGINT, "before the first step of this run; the same command begins it"),
+        ("measuring features", signal.SIGTERM, "before the first step of this run; the same command begins it"),
+    ],
+)
+def test_a_run_that_is_stopped_before_its_first_step_says_so(tmp_path, said, number, ends):
+    if "pre-training" not in ends:
+        inputs.make_inputs(short(tmp_path))
+    changes = [argument for override in overrides(tmp_path) for argument in ("--set", override)]
+    err, code = ended(["train", str(CONFIG), *changes], said, number)
+    assert code == 128 + number, err
+    assert err.endswith(f"\ndflash-jax: stopped by {number.name} {ends}\n"), err
+    assert "Traceback" not in err
+    assert (tmp_path / "target").exists() == ("pre-training" not in ends)
+
+
+def test_a_run_that_is_stopped_after_its_first_step_says_where(tmp_path, capsys):
+    stop = Stop()
+
+    class AfterOneStep(MetricsLog):
+        def write(self, step, kind, figures):
+            super().write(step, kind, figures)
+            stop.signal = signal.SIGTERM
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Stopped) as stopped:
+        patch.setattr(loop, "MetricsLog", AfterOneStep)
+        run_training(short(tmp_path, "log_every=1"), stop)
+    assert str(stopped.value) == "stopped by SIGTERM at step 1 of 2; the same command continues from there"
+    run_training(short(tmp_path, "log_every=1"), Stop())
+    assert "finished at step 2" in capsys.readouterr().out
