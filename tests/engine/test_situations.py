@@ -68,9 +68,9 @@ def test_swapping_live_rows_changes_no_draft(pair):
     served = engine(pair)
     for index in (1, 2):
         served.add_request(prompts(pair)[index], SAMPLING, request_id=str(index))
-    done, rows = {}, set()
+    done, rows, turn = {}, set(), 1
     while served.host.in_flight:
-        turn = len(rows) % 2
+        turn = 1 - turn
         step_in_order(served, lambda count, turn=turn: list(range(count))[:: -1 if turn else 1])
         rows.add((turn, *np.asarray(served.state.rows.idx_mapping).tolist()))
     assert {(0, 0, 1), (1, 1, 0)} <= rows, "the two were to change places"

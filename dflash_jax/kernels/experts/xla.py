@@ -30,7 +30,7 @@ def mix_experts(
     def split(array: Array) -> Array:
         return jnp.pad(array, ((0, pieces * _PIECE - tokens), (0, 0))).reshape(pieces, _PIECE, -1)
 
-    mixed = jax.lax.map(lambda piece: _mix(*piece, *matrices), (split(x), split(experts), split(shares)))
+    mixed = jax.lax.map(lambda of: _mix(of[0], of[1], of[2], *matrices), (split(x), split(experts), split(shares)))
     return mixed.reshape(-1, x.shape[1])[:tokens]
 
 
