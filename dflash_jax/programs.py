@@ -186,8 +186,10 @@ def prepare(wanted: Sequence[Bound], threads: int | None = None) -> None:
         source = one.make() if trace_context() == settings else None
         return source, time.perf_counter() - begin
 
-    threads = threads or min(os.cpu_count() or 1, 8)
-    with _recorded(PREPARING, f"{len(wanted)} programs"), ThreadPoolExecutor(threads) as pool:
+    with (
+        _recorded(PREPARING, f"{len(wanted)} programs"),
+        ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 8)) as pool,
+    ):
         made = {pool.submit(make, one): one for one in wanted}
         for each in as_completed(made):
             if each.exception() is not None:
