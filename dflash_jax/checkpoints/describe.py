@@ -6,7 +6,9 @@ import collections
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import jax.numpy as jnp
 
 from dflash_jax.checkpoints import orbax_io, quantised
 from dflash_jax.checkpoints.gguf_config import check_metadata, gguf_target_config, gguf_target_tensors
@@ -18,6 +20,7 @@ from dflash_jax.checkpoints.sources import resolve
 from dflash_jax.checkpoints.table import named_tensors, table
 from dflash_jax.checkpoints.tensors import check_tensors
 from dflash_jax.families import FAMILIES
+from dflash_jax.families.leaf import Tensors
 from dflash_jax.models.config import DraftConfig, TargetConfig
 
 
@@ -34,6 +37,8 @@ class Description:
       bytes_on_disk: size of the file, or of the files in the directory.
       dtypes: number of tensors of each dtype or quantisation.
       config: everything its config says.
+      matrices: parameters of its matrices and its embedding, which weights of bfloat16 are.
+      stored: parameters among them that `weights: file` holds as they are stored, and the bytes they take.
     """
 
     source: Path
@@ -44,6 +49,18 @@ class Description:
     bytes_on_disk: int
     dtypes: dict[str, int]
     config: TargetConfig | DraftConfig
+    matrices: int = 0
+    stored: tuple[int, int] = (0, 0)
+
+    def weight_bytes(self, dtype: str, weights: str | None = None) -> int:
+        """Bytes of all weights when held as `load_target` is told to."""
+        itemsize = jnp.dtype(dtype).itemsize
+        if weights == "file":
+            parameters, size = self.stored
+            return (self.parameters - parameters) * itemsize + size
+        if weights == "bfloat16":
+            return (self.parameters - self.matrices) * itemsize + self.matrices * 2
+        return self.parameters * itemsize
 
 
 def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
@@ -65,9 +82,12 @@ def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
     config = read_draft_config(source, mask_token_id) if draft else read_target_config(source)
     if orbax_io.is_checkpoint(source):
         dtypes = _count(orbax_io.stored_dtypes(source))
+        sizes = _sizes(config, {})
     else:
         stored = quantised.open_weights(source)
-        check_tensors(config, table(config), named_tensors(config, stored), source)
+        named = named_tensors(config, stored)
+        check_tensors(config, table(config), named, source)
+        sizes = _sizes(config, named)
         dtypes = _count(tensor.dtype for tensor in stored.values())
     return Description(
         source=source,
@@ -78,6 +98,7 @@ def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
         bytes_on_disk=sum(file.stat().st_size for file in source.rglob("*") if file.is_file()),
         dtypes=dtypes,
         config=config,
+        **sizes,
     )
 
 
@@ -85,7 +106,8 @@ def _describe_gguf(source: Path) -> Description:
     metadata, stored = open_gguf(source)
     metadata = check_metadata(metadata, source)
     config = gguf_target_config(metadata, stored, source)
-    check_tensors(config, table(config), gguf_target_tensors(stored, config), source)
+    named = gguf_target_tensors(stored, config)
+    check_tensors(config, table(config), named, source)
     return Description(
         source=source,
         format="gguf",
@@ -95,7 +117,17 @@ def _describe_gguf(source: Path) -> Description:
         bytes_on_disk=sum(file.stat().st_size for file in {source, *(tensor.file for tensor in stored.values())}),
         dtypes=_count(tensor.dtype for tensor in stored.values()),
         config=config,
+        **_sizes(config, named),
     )
+
+
+def _sizes(config: TargetConfig | DraftConfig, tensors: Tensors) -> dict[str, Any]:
+    matrices = [leaf for leaf in table(config) if leaf.may_be_compact]
+    held = [leaf for leaf in matrices if leaf.name in tensors and tensors[leaf.name].stored is not None]
+    return {
+        "matrices": sum(leaf.size for leaf in matrices),
+        "stored": (sum(leaf.size for leaf in held), sum(tensors[leaf.name].stored_bytes for leaf in held)),
+    }
 
 
 def _count(dtypes: Iterable[str]) -> dict[str, int]:

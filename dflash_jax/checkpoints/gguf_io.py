@@ -1,4 +1,4 @@
-"""GGUF files: metadata and dequantised tensors."""
+"""GGUF files: metadata, and tensors as they are stored or dequantised."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 from dflash_jax.checkpoints.gguf_header import TensorEntry
 from dflash_jax.checkpoints.gguf_parts import read_parts
 from dflash_jax.errors import CheckpointError, quote
-from dflash_jax.families.leaf import HostArray, StoredTensor
+from dflash_jax.families.leaf import HostArray, Stored, StoredTensor
+from dflash_jax.kernels.compact import FORMATS
 
-SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
 def open_gguf(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """A model's metadata by key, and its tensors by GGUF name, dequantised when read.
+    """A model's metadata by key, and its tensors by GGUF name.
 
     Args:
       file: the only file, or any part of a model that is split into several.
@@ -48,4 +49,11 @@ def _stored(entry: TensorEntry, file: Path, data: np.memmap) -> StoredTensor:
         with np.errstate(all="ignore"):  # a scale that is not finite is told as a weight that is not
             return gguf.quants.dequantize(part, entry.kind)
 
-    return StoredTensor(entry.name, file, entry.shape, kind, load)
+    def stored() -> Stored:
+        rows = np.asarray(data[entry.start : entry.end]).reshape(entry.stored_shape)
+        return Stored(kind, rows.view(FORMATS[kind].dtype_of_codes))
+
+    compact = kind in FORMATS and len(entry.shape) == 2
+    if not compact:
+        return StoredTensor(entry.name, file, entry.shape, kind, load)
+    return StoredTensor(entry.name, file, entry.shape, kind, load, stored, entry.end - entry.start)

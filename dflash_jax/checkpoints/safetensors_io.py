@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.errors import CheckpointError, quote, reason
-from dflash_jax.families.leaf import HostArray, StoredTensor
+from dflash_jax.families.leaf import HostArray, Stored, StoredTensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -84,7 +84,9 @@ def _stored(name: str, entry: dict, file: Path, first: int) -> StoredTensor:
         data = np.memmap(file, mode="r", offset=first + start, shape=(end - start,))
         return np.asarray(data).view(_DTYPES[dtype]).reshape(shape)[slices]
 
-    return StoredTensor(name, file, shape, dtype, load)
+    if dtype not in ("F16", "BF16") or len(shape) != 2:
+        return StoredTensor(name, file, shape, dtype, load)
+    return StoredTensor(name, file, shape, dtype, load, lambda: Stored(dtype, load(())), end - start)
 
 
 def _open_sharded(directory: Path) -> dict[str, StoredTensor]:

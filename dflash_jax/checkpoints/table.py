@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from dflash_jax.families import FAMILIES, Leaf, StoredTensor, drafts
 from dflash_jax.families.leaf import Tensors
+from dflash_jax.kernels.compact import is_compact, widened
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.matrix import Matrix
 from dflash_jax.models.weights import DraftParams, TargetParams
@@ -34,7 +35,9 @@ def build_params(config: Config, arrays: Mapping[str, Any]) -> Params:
 
     def held(keys: tuple, leaf: Leaf) -> Any:
         array = arrays[_dotted(keys)]
-        return Matrix(array) if leaf.is_matrix and not isinstance(array, Matrix) else array
+        if not leaf.is_matrix or isinstance(array, Matrix):
+            return array
+        return Matrix(array, "out_in") if is_compact(array) else Matrix(array)
 
     return jax.tree_util.tree_map_with_path(held, _leaves(config))
 
@@ -52,11 +55,11 @@ def packed_tensors(config: Config, tensors: Tensors) -> dict[str, StoredTensor]:
 
 
 def param_at(params: Params, path: str) -> Array:
-    """The array at a leaf's path; a matrix as [inputs, outputs], whatever its layout."""
+    """The array at a leaf's path, widened if it is compact; a matrix as [inputs, outputs], whatever its layout."""
     node = params
     for step in path.split("."):
         node = node[int(step)] if step.isdigit() else getattr(node, step)  # type: ignore[index]
-    return node.in_out if isinstance(node, Matrix) else node  # type: ignore[return-value]
+    return node.in_out if isinstance(node, Matrix) else widened(node)  # type: ignore[arg-type]
 
 
 def _leaves(config: Config) -> Params:

@@ -20,6 +20,8 @@ import numpy as np
 from dflash_jax.checkpoints.table import Config, Params, build_params, packed_tensors, param_at, table
 from dflash_jax.errors import CheckpointError, ConfigError, quote
 from dflash_jax.families.leaf import HostArray, Leaf, StoredTensor
+from dflash_jax.kernels.compact import Compact, compact
+from dflash_jax.kernels.compact import all_finite as all_weights_finite
 from dflash_jax.kernels.matmul import Layout
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.models.matrix import Matrix
@@ -38,7 +40,12 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def assemble(
-    config: Config, tensors: Mapping[str, StoredTensor], source: Path, dtype: str, layout: Layout = "in_out"
+    config: Config,
+    tensors: Mapping[str, StoredTensor],
+    source: Path,
+    dtype: str,
+    layout: Layout = "in_out",
+    weights: str | None = None,
 ) -> Params:
     """Params of a model from its stored tensors.
 
@@ -46,17 +53,23 @@ def assemble(
       config: what the model is.
       tensors: stored tensors by Hugging Face name.
       source: the checkpoint, for messages.
-      dtype: "float32" or "bfloat16"; every weight is cast to it.
+      dtype: "float32" or "bfloat16"; of activations, and of every weight that is not held otherwise.
       layout: of the matrices. Checkpoints have [outputs, inputs], so that "out_in" saves transposing them.
+      weights: how matrices and the embedding are held: "file" as they are stored, where that is a format of
+        `kernels.compact`; "float32" or "bfloat16", cast to it; None as `dtype`.
 
     Raises:
       CheckpointError: a tensor is missing, unexpected or misshapen, or has values that are not finite.
+      ConfigError: weights of float32 for activations of bfloat16.
     """
     leaves = table(config)
-    cast = numpy_dtype(dtype)
+    check_weights(weights, dtype)
     check_tensors(config, leaves, tensors, source)
+    cast = numpy_dtype(dtype)
 
-    def read(leaf: Leaf) -> jax.Array | Matrix:
+    def read(leaf: Leaf) -> jax.Array | Matrix | Compact:
+        if leaf.may_be_compact and (held := _compact(tensors[leaf.name], dtype, weights)) is not None:
+            return held
         if leaf.is_matrix and layout == "out_in":
             return Matrix(jax.device_put(_weights(tensors[leaf.name], cast)), layout)
         # Unlike jnp.asarray, it compiles nothing.
@@ -66,6 +79,39 @@ def assemble(
     with ThreadPoolExecutor(min(os.cpu_count() or 1, 4)) as pool:
         arrays = dict(zip((leaf.path for leaf in leaves), pool.map(read, leaves), strict=True))
     return build_params(config, arrays)
+
+
+def check_weights(weights: str | None, dtype: str) -> None:
+    """Raises ConfigError unless weights can be held so for activations of the dtype."""
+    numpy_dtype(dtype)
+    if weights is not None and weights not in HELD:
+        raise ConfigError(f"target.weights is {quote(weights)}; it must be one of {', '.join(map(repr, HELD))}")
+    if weights == "float32" and dtype == "bfloat16":
+        raise ConfigError(
+            "target.weights is 'float32' and engine.dtype 'bfloat16'; weights of float32 need activations of float32"
+        )
+
+
+HELD = ("file", "float32", "bfloat16")
+"""How weights can be held."""
+
+
+def _compact(tensor: StoredTensor, dtype: str, weights: str | None) -> Compact | None:
+    """A matrix that is held otherwise than in the dtype of activations; None if it is not."""
+    if weights == "file" and holds_stored(tensor, dtype):
+        assert tensor.stored is not None
+        stored = tensor.stored()
+        # If it has values that are not finite, reading them says where.
+        if all_weights_finite(stored.codes, stored.format, stored.scales):
+            return compact(stored.codes, stored.format, stored.scales, stored.group, dtype)
+    if weights == "bfloat16" and dtype == "float32":
+        return compact(_weights(tensor, numpy_dtype("bfloat16")), "BF16", dtype=dtype)
+    return None
+
+
+def holds_stored(tensor: StoredTensor, dtype: str) -> bool:
+    """Whether params for activations of a dtype hold a matrix as it is stored, which is not an array of that dtype."""
+    return tensor.stored is not None and (tensor.dtype, dtype) != ("BF16", "bfloat16")
 
 
 def check_tensors(config: Config, leaves: Iterable[Leaf], tensors: Mapping[str, StoredTensor], source: Path) -> None:

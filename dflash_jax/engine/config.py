@@ -73,14 +73,18 @@ class Source(Section):
 
 
 class TargetSource(Source):
-    """Where the target comes from, and its chat template.
+    """Where the target comes from, how its weights are held, and its chat template.
 
     Attributes:
+      weights: how its matrices are held: "file" as the checkpoint has them, where `kernels.compact` has that format;
+        "float32" or "bfloat16", cast to it. By default "file" on CPUs that have native code, whose products read them
+        so, and `engine.dtype` elsewhere.
       chat_template: which of the model's named chat templates to use, or another one: the path of a Jinja file, or
         its text.
       chat_template_kwargs: variables of the chat template, such as `{enable_thinking: false}`; a prompt's own win.
     """
 
+    weights: Literal["file", "float32", "bfloat16"] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 

@@ -9,16 +9,25 @@ from dflash_jax.engine.state import Models
 from dflash_jax.kernels import native
 from dflash_jax.kernels.dispatch import Implementation, default
 from dflash_jax.kernels.matmul import Layout
-from dflash_jax.models.matrix import map_matrices
+from dflash_jax.models.matrix import Matrix, map_matrices
+
+
+def default_weights() -> str | None:
+    """How a target's weights are held unless a config says: as they are stored where products read them so."""
+    return "file" if default() == "native" and native.available() else None
 
 
 def prepare(models: Models, implementation: Implementation | None) -> Models:
     """The models with every matrix in the layout that the implementation is fastest with.
 
     Native code takes [outputs, inputs], which copies every matrix but a tied LM head; the other implementations take
-    [inputs, outputs]. A matrix that has the layout already stays the same array.
+    [inputs, outputs]. A matrix that has the layout already stays the same array, and a compact one as it is.
     """
-    return map_matrices(lambda matrix: matrix.laid_out(fastest_layout(matrix.dtype, implementation)), models)
+
+    def laid_out(matrix: Matrix) -> Matrix:
+        return matrix if matrix.is_compact else matrix.laid_out(fastest_layout(matrix.dtype, implementation))
+
+    return map_matrices(laid_out, models)
 
 
 def fastest_layout(dtype: jnp.dtype, implementation: Implementation | None) -> Layout:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 
 from dflash_jax.engine.state import Models
+from dflash_jax.kernels.compact import Compact, is_compact
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.matrix import Matrix, is_matrix
 from dflash_jax.programs import Program
@@ -28,7 +29,8 @@ class ModelIdentity:
 
     Attributes:
       name: what it is, for messages.
-      digest: of its config and every weight, in hexadecimal; the same however the weights are laid out.
+      digest: of its config and every weight, in hexadecimal; the same however the weights are laid out, and for compact
+        ones the same as for what they are widened to.
     """
 
     name: str
@@ -70,7 +72,7 @@ def identify(models: Models, target: ModelIdentity | None = None) -> ModelsIdent
 def _identify(params: PyTree, config: TargetConfig | DraftConfig) -> ModelIdentity:
     kind = f"{config.family} target" if isinstance(config, TargetConfig) else f"{config.title} draft"
     name = f"a {kind} of {config.num_layers} layers and hidden size {config.hidden_size}"
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_matrix)
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: is_matrix(node) or is_compact(node))
     sums = [(jax.tree_util.keystr(path), leaf.dtype.name, _checksum(leaf)) for path, leaf in leaves]
     digest = hashlib.sha256(repr(config).encode())
     for path, dtype, checksum in jax.device_get(sums):
@@ -78,18 +80,19 @@ def _identify(params: PyTree, config: TargetConfig | DraftConfig) -> ModelIdenti
     return ModelIdentity(name, digest.hexdigest())
 
 
-def _checksum(leaf: Array | Matrix) -> Array:
+def _checksum(leaf: Array | Matrix | Compact) -> Array:
     if isinstance(leaf, Matrix):
         return _sums(leaf.value, transposed=leaf.layout == "out_in")
     return _sums(leaf, transposed=False)
 
 
 @partial(Program, static=("transposed",))
-def _sums(array: Array, *, transposed: bool) -> UInt32[Array, 2]:
+def _sums(array: Array | Compact, *, transposed: bool) -> UInt32[Array, 2]:
     """Two sums over an array's bits, each weighted by its place, so that a value that moves changes them.
 
     Integer sums that wrap come out the same in whatever order they are taken.
     """
+    array = array.astype(jnp.float32) if isinstance(array, Compact) else array
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}")).astype(jnp.uint32)
     bits = bits.reshape(-1, bits.shape[-1]) if bits.ndim else bits.reshape(1, 1)
     row, column = (jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) for axis in (0, 1))

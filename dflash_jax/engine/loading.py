@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from dflash_jax.checkpoints import Tokenizer, load_draft, load_target
 from dflash_jax.checkpoints.shortlist import read_shortlist
 from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
-from dflash_jax.engine.device import fastest_layout
+from dflash_jax.engine.device import default_weights, fastest_layout
 from dflash_jax.engine.device_memory import check_memory
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.state import Models
@@ -51,7 +51,7 @@ def load(setup: EngineSetup) -> Loaded:
       ConfigError, CheckpointError: it cannot be done; the message says why.
     """
     how: dict[str, Any] = dict(dtype=setup.engine.dtype, layout=fastest_layout(jnp.dtype(setup.engine.dtype), None))
-    target = load_target(**setup.target.arguments(), **how)
+    target = load_target(**setup.target.arguments(), **how, weights=setup.target.weights or default_weights())
     tokenizer = setup.target.configure_tokenizer(target.tokenizer)
     models = Models(target.params, target.config)
     k = width = max_context = None

@@ -27,6 +27,7 @@ class Leaf:
       shape: shape of the tensor (of one expert's tensor) in the checkpoint.
       transposed: the params hold the transpose, as of every torch Linear ([out, in] there).
       experts: how many tensors are stacked on a leading axis; 0 for a plain tensor.
+      looked_up: its rows are looked up, by token; it may be the LM head too.
       path: where it stands in the params, attributes and layer numbers joined by dots; `table` knows it.
     """
 
@@ -34,12 +35,18 @@ class Leaf:
     shape: tuple[int, ...]
     transposed: bool = False
     experts: int = 0
+    looked_up: bool = False
     path: str = ""
 
     @property
     def is_matrix(self) -> bool:
         """Whether it is the weight of a Linear that activations are multiplied by; experts are multiplied in groups."""
         return self.transposed and not self.experts
+
+    @property
+    def may_be_compact(self) -> bool:
+        """Whether the params may hold it as a checkpoint has it; see `kernels.compact`."""
+        return self.is_matrix or self.looked_up
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -60,9 +67,31 @@ class Leaf:
         return math.prod(self.param_shape)
 
 
-def leaf(name: str, *shape: int, transposed: bool = False, experts: int = 0) -> Any:
+def leaf(name: str, *shape: int, transposed: bool = False, experts: int = 0, looked_up: bool = False) -> Any:
     """A `Leaf`, to stand where the params have the array."""
-    return Leaf(name, shape, transposed, experts)
+    return Leaf(name, shape, transposed, experts, looked_up)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A matrix as a checkpoint stores it, for `kernels.compact`.
+
+    Attributes:
+      format: its name in `kernels.compact.FORMATS`.
+      codes: [outputs, size].
+      scales: [outputs, groups], for formats that have them.
+      group: inputs that share a scale.
+    """
+
+    format: str
+    codes: np.ndarray
+    scales: Float[np.ndarray, "outputs groups"] | None = None
+    group: int = 0
+
+    def with_rows(self, rows: Int[np.ndarray, " chosen"]) -> Stored:
+        """Some rows, in the order given."""
+        scales = None if self.scales is None else self.scales[rows]
+        return dataclasses.replace(self, codes=self.codes[rows], scales=scales)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +104,8 @@ class StoredTensor:
       shape: its shape.
       dtype: its dtype or quantisation, as the format spells it.
       load: reads the part that the slices select, all of it if there are none.
+      stored: reads it as it is stored, where that is a matrix that `kernels.compact` has; None elsewhere.
+      stored_bytes: what it takes so.
     """
 
     name: str
@@ -82,6 +113,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     load: Callable[[tuple[slice, ...]], HostArray]
+    stored: Callable[[], Stored] | None = None
+    stored_bytes: int = 0
 
     def read(self, *slices: slice) -> HostArray:
         """The tensor, or the part that slices of its leading axes select."""
@@ -96,12 +129,17 @@ def changed(
     def load(slices: tuple[slice, ...]) -> HostArray:
         return change(tensor.read())[slices]
 
-    return dataclasses.replace(tensor, shape=tensor.shape if shape is None else shape, load=load)
+    return StoredTensor(tensor.name, tensor.file, tensor.shape if shape is None else shape, tensor.dtype, load)
 
 
 def with_rows(tensor: StoredTensor, rows: Int[np.ndarray, " chosen"]) -> StoredTensor:
-    """Some rows of a tensor, in the order given."""
-    return changed(tensor, lambda array: array[rows], (len(rows), *tensor.shape[1:]))
+    """Some rows of a tensor, in the order given; as it is stored too, since each row is stored by itself."""
+    whole = tensor.stored
+    return dataclasses.replace(
+        changed(tensor, lambda array: array[rows], (len(rows), *tensor.shape[1:])),
+        stored=None if whole is None else lambda: whole().with_rows(rows),
+        stored_bytes=tensor.stored_bytes // max(tensor.shape[0], 1) * len(rows),
+    )
 
 
 Tensors = Mapping[str, StoredTensor]

@@ -13,7 +13,7 @@ from dflash_jax.errors import CheckpointError
 from dflash_jax.families import fields as shared
 from dflash_jax.families import gguf, parts
 from dflash_jax.families.family import Family, Fields, Gguf, GgufFile
-from dflash_jax.families.leaf import HostArray, StoredTensor, Tensors, changed
+from dflash_jax.families.leaf import StoredTensor, Tensors, with_rows
 from dflash_jax.families.rope import write_rope
 from dflash_jax.models.config import LayerConfig, RopeConfig, TargetConfig
 from dflash_jax.models.layers import inverse_wavelengths
@@ -101,10 +101,7 @@ def _half_split(tensor: StoredTensor, heads: int) -> StoredTensor:
     convert_hf_to_gguf.py is what this undoes).
     """
 
-    def half_split(array: HostArray) -> HostArray:
-        return array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-
-    return changed(tensor, half_split)
+    return with_rows(tensor, np.arange(tensor.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1))
 
 
 FAMILY = Family(

@@ -5,7 +5,6 @@ Names are transformers'. A family builds its table from these and adds what it a
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,7 +34,7 @@ def target_params(config: TargetConfig, layer: Callable[[int], LayerWeights]) ->
     """
     vocab, hidden = config.vocab_size, config.hidden_size
     return TargetParams(
-        embedding=leaf("model.embed_tokens.weight", vocab, hidden),
+        embedding=leaf("model.embed_tokens.weight", vocab, hidden, looked_up=True),
         layers=tuple(layer(index) for index in range(config.num_layers)),
         norm=leaf("model.norm.weight", hidden),
         lm_head=None if config.tied_embeddings else leaf("lm_head.weight", vocab, hidden, transposed=True),
@@ -194,9 +193,10 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 def _stacked(experts: list[tuple[StoredTensor, ...]]) -> StoredTensor:
     """One tensor of all experts, each of which has its parts below each other."""
-    rows, columns = sum(part.shape[0] for part in experts[0]), experts[0][0].shape[1]
+    first = experts[0][0]
+    rows, columns = sum(part.shape[0] for part in experts[0]), first.shape[1]
 
     def load(slices: tuple[slice, ...]) -> HostArray:
         return np.stack([np.concatenate([part.read() for part in one]) for one in experts])[slices]
 
-    return dataclasses.replace(experts[0][0], shape=(len(experts), rows, columns), load=load)
+    return StoredTensor(first.name, first.file, (len(experts), rows, columns), first.dtype, load)

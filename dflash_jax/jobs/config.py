@@ -79,7 +79,7 @@ class JobConfig(EngineSetup):
         return {
             **{
                 f"target.{name}": getattr(self.target, name)
-                for name in ("path", "revision", "file", "chat_template", "chat_template_kwargs")
+                for name in ("path", "revision", "file", "weights", "chat_template", "chat_template_kwargs")
             },
             "target.rope_scaling": scaling_fields(self.target.rope_scaling),
             **{

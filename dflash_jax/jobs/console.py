@@ -19,6 +19,7 @@ from dflash_jax.engine import Engine
 from dflash_jax.jobs.reader import Item
 from dflash_jax.jobs.summary import summary_path
 from dflash_jax.jobs.writer import Result
+from dflash_jax.kernels.compact import Compact, is_compact
 from dflash_jax.progress import Bar
 
 _WINDOW_SECONDS = 10.0
@@ -153,12 +154,14 @@ def describe(engine: Engine) -> str:
     """One line about an engine."""
     models, config = engine.models, engine.config
     # A tied head and its embedding may be two leaves, of one array.
-    size = sum({id(leaf): leaf.size for leaf in jax.tree.leaves(models.target)}.values())
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(models.target, is_leaf=is_compact)}.values()
+    size = sum(leaf.size for leaf in leaves)
+    dtypes = dict.fromkeys([*(leaf.format for leaf in leaves if isinstance(leaf, Compact)), config.dtype])
     how = "decoding plainly"
     if models.draft_config is not None:
         how = f"drafting {engine.k} tokens a round with {models.draft_config.title}"
     return (
-        f"{models.target_config.family} target of {size / 1e6:,.1f} M parameters in {config.dtype} on "
+        f"{models.target_config.family} target of {size / 1e6:,.1f} M parameters in {', '.join(dtypes)} on "
         f"{jax.devices()[0].device_kind}, {how}; {config.max_slots} slots of {config.max_model_len} tokens"
     )
 

@@ -65,6 +65,7 @@ def dry_run(config: JobConfig, *, overwrite: bool = False) -> DryRun:
         k=None if draft is None else draft.k,
         engine=config.engine,
         mask_token_id=None if draft is None else draft.mask_token_id,
+        weights=config.target.weights,
     )
     return DryRun(run, done, tuple(bad), models)
 

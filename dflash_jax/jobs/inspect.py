@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import jax.numpy as jnp
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from dflash_jax.checkpoints import Description, describe
+from dflash_jax.checkpoints.tensors import check_weights
 from dflash_jax.engine.config import EngineConfig
+from dflash_jax.engine.device import default_weights
 from dflash_jax.engine.memory import Sizes, divide, sizes_of
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig, check_pair
@@ -50,12 +51,14 @@ class Inspection:
       engine: the sizes that the memory is for.
       k: tokens to draft in a round; None without a draft.
       memory: of all models together.
+      weights: how the target's are held.
     """
 
     models: tuple[Description, ...]
     engine: EngineConfig
     k: int | None
     memory: Memory
+    weights: str | None
 
 
 def inspect_checkpoint(
@@ -65,6 +68,7 @@ def inspect_checkpoint(
     k: int | None = None,
     engine: EngineConfig | None = None,
     mask_token_id: int | None = None,
+    weights: str | None = None,
 ) -> Inspection:
     """Inspects a checkpoint without loading its weights.
 
@@ -74,6 +78,7 @@ def inspect_checkpoint(
       k: tokens to draft in a round; the trained block_size - 1 by default.
       engine: the sizes to work out memory for.
       mask_token_id: for drafts that name none.
+      weights: how a target's are held, as of `load_target`; what the engine would choose by default.
 
     Raises:
       CheckpointError, ConfigError: as loading it would.
@@ -98,14 +103,15 @@ def inspect_checkpoint(
     first, *others = (each.config for each in found)
     if isinstance(first, TargetConfig):
         engine = divide(engine, first, next((other for other in others if isinstance(other, DraftConfig)), None))
-    return Inspection(tuple(found), engine, k, _memory(found, engine))
+    weights = weights or default_weights()
+    check_weights(weights, engine.dtype)
+    return Inspection(tuple(found), engine, k, _memory(found, engine, weights), weights)
 
 
-def _memory(found: list[Description], engine: EngineConfig) -> Memory:
+def _memory(found: list[Description], engine: EngineConfig, weights: str | None) -> Memory:
     sizes = sizes_of(engine, *(each.config for each in found))
-    itemsize = jnp.dtype(engine.dtype).itemsize
     return Memory(
-        weights=sum(each.parameters for each in found) * itemsize,
+        weights=sum(each.weight_bytes(engine.dtype, weights if each.role == "target" else None) for each in found),
         sizes=sizes,
         pool=engine.pool_pages * sizes.page,
         slots=engine.max_slots * sizes.slot,
@@ -175,7 +181,9 @@ def _layers(config: TransformerConfig) -> str:
 def _memory_table(inspection: Inspection) -> Table:
     memory, sizes, engine = inspection.memory, inspection.memory.sizes, inspection.engine
     table = Table(show_header=False)
-    table.add_row("weights", f"{human(memory.weights)} in {engine.dtype}")
+    weights = inspection.weights if inspection.models[0].role == "target" else None
+    held = ", the target's as the file has them" if weights == "file" else f" in {weights or engine.dtype}"
+    table.add_row("weights", f"{human(memory.weights)}{held}")
     table.add_row("a page", f"{human(sizes.page)} for {engine.page_size} tokens")
     longest = human(engine.slot_pages * sizes.page)
     table.add_row("a slot", f"{longest} in {engine.slot_pages} pages for {engine.max_model_len} tokens")

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels.compact import Compact
 from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import ConvConfig, DraftConfig, LayerConfig
@@ -63,7 +64,7 @@ def conv_deltas(
 def run_block(
     params: DraftParams,
     config: DraftConfig,
-    embedding: Float[Array, "vocab hidden"],
+    embedding: Float[Array, "vocab hidden"] | Compact,
     context: Context,
     anchor: Int[Array, " rows"],
     drafts: int,

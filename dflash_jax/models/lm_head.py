@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -82,15 +81,12 @@ def target_head(params: TargetParams) -> LmHead:
 def make_shortlist(params: TargetParams, tokens: Sequence[int]) -> LmHead:
     """The target's head for some tokens only: most of a vocabulary is rare, and its LM head large. It is a copy."""
     ids = jax.device_put(np.array(sorted(set(tokens)), np.int32))
-    weight = target_head(params).weight
-    return LmHead(weight.replace(value=_take(weight.value, ids, axis=0 if weight.layout == "out_in" else 1)), ids)
+    return LmHead(_with_outputs(target_head(params).weight, ids), ids)
 
 
-@jax.jit(static_argnames="axis")
-def _take(
-    values: Float[Array, "rows columns"], ids: Int[Array, " taken"], axis: int
-) -> Float[Array, "taken_rows taken_columns"]:
-    return jnp.take(values, ids, axis, mode="clip")
+@jax.jit
+def _with_outputs(weight: Matrix, ids: Int[Array, " taken"]) -> Matrix:
+    return weight.with_outputs(ids)
 
 
 def draft_head(config: DraftConfig, params: TargetParams, shortlist: LmHead | None = None) -> LmHead:

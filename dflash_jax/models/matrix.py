@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
+from dflash_jax.kernels.compact import Compact, is_compact, widened
 from dflash_jax.kernels.matmul import Layout, matmul
 
 
@@ -17,13 +18,13 @@ class Matrix(struct.PyTreeNode):
     """What `x @ matrix` multiplies an array x by.
 
     Attributes:
-      value: the values.
+      value: the values; a compact matrix, which is "out_in", widens them as it is read.
       layout: "in_out" is [inputs, outputs], for XLA; "out_in" is [outputs, inputs], for native code. Native products
         have no derivative, so weights that are trained are "in_out".
       mixed: round both factors to bfloat16 and sum in float32, as training in mixed precision does.
     """
 
-    value: Float[Array, "rows columns"]
+    value: Float[Array, "rows columns"] | Compact
     layout: Layout = struct.field(pytree_node=False, default="in_out")
     mixed: bool = struct.field(pytree_node=False, default=False)
 
@@ -47,16 +48,27 @@ class Matrix(struct.PyTreeNode):
     @property
     def in_out(self) -> Float[Array, "inputs outputs"]:
         """The values as [inputs, outputs]."""
-        return self.laid_out("in_out").value
+        return self.laid_out("in_out").value  # type: ignore[return-value]
 
     @property
     def out_in(self) -> Float[Array, "outputs inputs"]:
         """The values as [outputs, inputs]."""
-        return self.laid_out("out_in").value
+        return widened(self.laid_out("out_in").value)
 
     def laid_out(self, layout: Layout) -> Matrix:
-        """The matrix in a layout; itself if it has that layout."""
-        return self if layout == self.layout else self.replace(value=self.value.T, layout=layout)
+        """The matrix in a layout; itself if it has that layout, and widened if it was compact and has not."""
+        return self if layout == self.layout else self.replace(value=widened(self.value).T, layout=layout)
+
+    def with_outputs(self, outputs: Int[Array, " chosen"]) -> Matrix:
+        """The matrix of some outputs, kept as this one is."""
+        if isinstance(self.value, Compact):
+            return self.replace(value=self.value.take(outputs))
+        return self.replace(value=self.value[outputs] if self.layout == "out_in" else self.value[:, outputs])
+
+    @property
+    def is_compact(self) -> bool:
+        """Whether it is kept as a checkpoint has it."""
+        return is_compact(self.value)
 
 
 def is_matrix(node: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from flax import struct
 from jaxtyping import Array, Float
 
+from dflash_jax.kernels.compact import Compact
 from dflash_jax.models.matrix import Matrix
 
 
@@ -108,7 +109,7 @@ class LayerWeights(struct.PyTreeNode):
 class TargetParams(struct.PyTreeNode):
     """A target. `lm_head` is None when it is the transposed embedding."""
 
-    embedding: Float[Array, "vocab hidden"]
+    embedding: Float[Array, "vocab hidden"] | Compact
     layers: tuple[LayerWeights, ...]
     norm: Float[Array, " hidden"]
     lm_head: Matrix | None = None

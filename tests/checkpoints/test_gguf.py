@@ -188,10 +188,10 @@ def test_k_quants_are_read_as_ggml_reads_them(models, tmp_path, kind, size, halv
 
 
 def test_other_quantisation_is_refused_by_name(models, tmp_path):
-    data, name = np.zeros((24, 176), np.uint8), "token_embd.weight"
-    file = write_gguf(tmp_path / "m.gguf", LLAMA, models.params(LLAMA), extra=[(name, data, Kind.Q5_K)], skip=[name])
+    data, name = np.zeros((24, 84), np.uint8), "token_embd.weight"
+    file = write_gguf(tmp_path / "m.gguf", LLAMA, models.params(LLAMA), extra=[(name, data, Kind.Q2_K)], skip=[name])
     with pytest.raises(
-        CheckpointError, match=r"'token_embd\.weight' in .* is quantised as Q5_K, but it must be one of F32"
+        CheckpointError, match=r"'token_embd\.weight' in .* is quantised as Q2_K, but it must be one of F32"
     ):
         load_target(file)
 

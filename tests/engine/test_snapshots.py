@@ -7,11 +7,11 @@ import shutil
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from dflash_jax import CheckpointError, Engine
 from dflash_jax.checkpoints.digests import digest
-from dflash_jax.engine import snapshot as snapshots
 from tests.pairs import GOLDEN, SAMPLING, SIZES, assert_is_golden, cases, engine, prompts, record
 
 PAIR = "recall-dflash2"
@@ -146,7 +146,7 @@ def test_a_state_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     def restore(*_):
         raise Exception("Encountered error while reading array index:\nof many lines")
 
-    monkeypatch.setattr(snapshots.ocp.StandardCheckpointer, "restore", restore)
+    monkeypatch.setattr(ocp.StandardCheckpointer, "restore", restore)
     with pytest.raises(CheckpointError, match=r"is damaged: Encountered error while reading array index:$"):
         Engine.restore(tmp_path / "snapshot", served)
 

@@ -14,13 +14,20 @@ from hypothesis import strategies as st
 
 from dflash_jax.kernels import native
 from dflash_jax.kernels.matmul import matmul
-from dflash_jax.kernels.matmul.native import MOST_ROWS, multiply
+from dflash_jax.kernels.matmul.native import MOST_ROWS, MOST_SHORT, multiply
 from dflash_jax.models.matrix import Matrix
+from tests.kernels.compact_cases import draw
 
 needs_native = pytest.mark.usefixtures("native_code")
 
 
-BEYOND = [("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False), ("float16", False, False)]
+BEYOND = [
+    # dtype, rows, whether the processor has bfloat16, whether native code multiplies
+    ("float32", MOST_ROWS + 1, False, False),
+    ("float16", 1, False, False),
+    ("bfloat16", MOST_ROWS + 1, True, True),
+    ("bfloat16", MOST_SHORT + 1, True, False),
+]
 
 
 def case(rows, inputs, outputs, dtype, seed=0):
@@ -109,14 +116,28 @@ def test_a_matrix_in_native_layout_stands_where_an_array_does(rows, dtype):
 
 
 @needs_native
-@pytest.mark.parametrize(("dtype", "has_bfloat16", "is_native"), BEYOND)
-def test_beyond_a_few_rows_only_bfloat16_is_native_and_only_where_xla_is_slow(
-    dtype, has_bfloat16, is_native, monkeypatch
-):
+@pytest.mark.parametrize(("dtype", "rows", "has_bfloat16", "is_native"), BEYOND)
+def test_beyond_some_rows_the_product_is_xlas(dtype, rows, has_bfloat16, is_native, monkeypatch):
     monkeypatch.setattr(native, "has_bfloat16", lambda: has_bfloat16)
-    x, matrix = case(MOST_ROWS + 1, 48, 40, dtype)
+    x, matrix = case(rows, 48, 40, dtype)
     program = str(jax.make_jaxpr(lambda x: x.astype(dtype) @ Matrix(matrix, "out_in"))(x))
     assert ("dflash_multiply" in program) == is_native
+
+
+@needs_native
+@pytest.mark.parametrize("outputs", [1, 7, 40, 60])
+@pytest.mark.parametrize("kind", ["bfloat16", "I8", "Q4_1"])
+def test_many_rows_meet_a_matrix_that_is_widened_in_parts(kind, outputs, monkeypatch):
+    monkeypatch.setattr(native, "has_bfloat16", lambda: False)
+    monkeypatch.setattr("dflash_jax.kernels.matmul.native._TILE", 1000)
+    matrix = case(1, 64, outputs, kind)[1] if kind == "bfloat16" else draw(kind, outputs, 2, 3)
+    x = case(MOST_SHORT + 1, matrix.shape[1], 1, "float32")[0]
+    program = str(jax.make_jaxpr(lambda x: matmul(x, matrix, layout="out_in"))(x))
+    assert "dot_general" in program and "dflash_multiply" not in program
+    values = np.asarray(matrix.astype("float32"), np.float64)
+    scale = 1 + np.abs(np.asarray(x)) @ np.abs(values.T)
+    found = matmul(x, matrix, layout="out_in", wide=True)
+    np.testing.assert_array_less(np.abs(found - np.asarray(x) @ values.T), 1e-6 * scale)
 
 
 @needs_native

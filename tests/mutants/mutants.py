@@ -379,7 +379,13 @@ _OF_GOLDEN_PAIRS = (
     ),
     Mutant(
         "leave out what does not fill a register, in the matmul's kernel on CPUs",
-        (("kernels/native/matmul.cc", "if (const int64_t left = p.inputs - k)", "if (const int64_t left = 0)"),),
+        (
+            (
+                "kernels/native/matmul.cc",
+                "if (const int64_t left = p.inputs - units * Format::kInputs)",
+                "if (const int64_t left = 0)",
+            ),
+        ),
         _KERNELS + "test_matmul.py::test_it_is_the_product",
         r"Not equal to tolerance",
     ),
@@ -388,6 +394,45 @@ _OF_GOLDEN_PAIRS = (
         (("kernels/native/matmul.cc", "const float* x = p.x + row * p.inputs;", "const float* x = p.x;"),),
         _KERNELS + "test_matmul.py::test_a_rows_result_is_the_same_bits_alone_and_in_a_block[576-193-float32]",
         r"Arrays are not equal",
+    ),
+    Mutant(
+        "take the high halves of codes for the low ones, where compact weights are widened on CPUs",
+        (
+            ("kernels/native/weights.h", "  nibbles.Low(at, 0, take);\n", "  nibbles.High(at, 0, take);\n"),
+            ("kernels/native/weights.h", "  nibbles.High(at, 1, take);\n", "  nibbles.Low(at, 1, take);\n"),
+        ),
+        _KERNELS + "test_compact.py::test_native_code_widens_to_the_same_bits[Q4_1]",
+        r"Arrays are not equal",
+    ),
+    Mutant(
+        "give every group of inputs the first one's scale, in the product with compact weights",
+        (
+            (
+                "kernels/native/matmul.cc",
+                "Format::Widen(at, Format::kScaled ? scales[i][group] : 0,",
+                "Format::Widen(at, Format::kScaled ? scales[i][0] : 0,",
+            ),
+        ),
+        _KERNELS + "test_compact.py::test_its_product_is_that_of_the_widened_matrix_to_the_bit[I8]",
+        r"Arrays are not equal",
+    ),
+    Mutant(
+        "forget the two upper bits of a sub-block's offset, where Q4_K is widened on CPUs",
+        (("kernels/native/weights.h", "(c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)", "(c >> 4 & 0x0f0f0f0f)"),),
+        _KERNELS + "test_compact.py::test_native_code_widens_to_the_same_bits[Q4_K]",
+        r"Arrays are not equal",
+    ),
+    Mutant(
+        "put each block of many rows where the first one goes, in the product with compact weights",
+        (("kernels/native/matmul.cc", "Rows{p.x, p.y + n, p.count,", "Rows{p.x, p.y, p.count,"),),
+        _KERNELS + "test_compact.py::test_a_rows_result_is_the_same_bits_alone_and_in_a_block[Q8_0]",
+        r"Arrays are not equal",
+    ),
+    Mutant(
+        "keep a file's rows in the order of the file, where the model has them in another",
+        (("families/leaf.py", "lambda: whole().with_rows(rows),", "whole,"),),
+        "tests/checkpoints/test_compact.py::test_a_gguf_file_is_held_as_it_is[Q4_1]",
+        r"Arrays are not equal|q_proj",
     ),
     Mutant(
         "walk from the anchor at every position, in the selector's kernel",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels.compact import Compact
 from dflash_jax.kernels.dispatch import Implementation, choose
 from dflash_jax.kernels.matmul import Layout
 
 
 def best_tokens(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "rows columns"],
+    weight: Float[Array, "rows columns"] | Compact,
     *,
     layout: Layout,
     top_k: int,
@@ -36,7 +37,7 @@ def best_tokens(
 
 def writes_logits(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "rows columns"],
+    weight: Float[Array, "rows columns"] | Compact,
     *,
     layout: Layout,
     implementation: Implementation | None = None,

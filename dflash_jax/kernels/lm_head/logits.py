@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dflash_jax.kernels.compact import Compact
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.kernels.matmul import Layout, matmul
 
 
 def head_logits(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "rows columns"],
+    weight: Float[Array, "rows columns"] | Compact,
     *,
     layout: Layout,
     multiplier: float = 1.0,

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels import mosaic
+from dflash_jax.kernels.compact import Compact
 from dflash_jax.kernels.lm_head.mosaic_gpu_kernel import DEPTH, ROWS, Plan, kernel
 from dflash_jax.kernels.matmul import Layout
 
@@ -29,11 +30,13 @@ _MOST_ROWS = 512
 
 
 def unsupported(
-    hidden: Float[Array, "*batch hidden"], weight: Float[Array, "rows columns"], layout: Layout, top_k: int
+    hidden: Float[Array, "*batch hidden"], weight: Float[Array, "rows columns"] | Compact, layout: Layout, top_k: int
 ) -> str | None:
     """Why these shapes cannot be computed here, or None if they can."""
     vocab, depth = weight.shape if layout == "out_in" else weight.shape[::-1]
     rows = math.prod(hidden.shape[:-1])
+    if isinstance(weight, Compact):
+        return f"the head is kept as {weight.format}"
     if weight.dtype not in (jnp.bfloat16, jnp.float32) or hidden.dtype != weight.dtype:
         return f"hidden states {hidden.dtype} and head {weight.dtype} are not both bfloat16 or both float32"
     if depth % DEPTH:

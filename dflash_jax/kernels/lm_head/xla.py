@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels.compact import Compact
 from dflash_jax.kernels.lm_head.logits import head_logits
 from dflash_jax.kernels.matmul import Layout
 
 
 def best_tokens(
     hidden: Float[Array, "*batch hidden"],
-    weight: Float[Array, "rows columns"],
+    weight: Float[Array, "rows columns"] | Compact,
     *,
     layout: Layout,
     top_k: int,

@@ -6,6 +6,7 @@ from typing import Literal
 
 from jaxtyping import Array, Float
 
+from dflash_jax.kernels.compact import Compact
 from dflash_jax.kernels.dispatch import Implementation, choose
 
 Layout = Literal["in_out", "out_in"]
@@ -14,7 +15,7 @@ Layout = Literal["in_out", "out_in"]
 
 def matmul(
     x: Float[Array, "*batch inputs"],
-    matrix: Float[Array, "rows columns"],
+    matrix: Float[Array, "rows columns"] | Compact,
     *,
     layout: Layout = "in_out",
     mixed: bool = False,
@@ -25,7 +26,7 @@ def matmul(
 
     Args:
       x: what is multiplied.
-      matrix: [inputs, outputs] or [outputs, inputs], as `layout` says.
+      matrix: [inputs, outputs] or [outputs, inputs], as `layout` says; a compact one is [outputs, inputs].
       layout: of the matrix.
       mixed: round both factors to bfloat16 and sum in float32.
       wide: return sums as they are, in float32 or better, instead of in the factors' dtype.

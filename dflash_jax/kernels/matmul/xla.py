@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dflash_jax.kernels.compact import Compact
 from dflash_jax.kernels.matmul.api import Layout
 
 _PADDING = 32
@@ -13,13 +14,18 @@ _PADDING = 32
 
 def matmul(
     x: Float[Array, "*batch inputs"],
-    matrix: Float[Array, "rows columns"],
+    matrix: Float[Array, "rows columns"] | Compact,
     *,
     layout: Layout,
     mixed: bool,
     wide: bool,
 ) -> Float[Array, "*batch outputs"]:
-    """See `api.matmul`."""
+    """See `api.matmul`. A compact matrix is widened to float32 for each product."""
+    if isinstance(matrix, Compact):
+        narrow = jnp.promote_types(x.dtype, matrix.dtype)
+        x, matrix = x.astype(jnp.promote_types(narrow, jnp.float32)), matrix.astype(jnp.float32)
+        out = matmul(x, matrix, layout=layout, mixed=mixed, wide=True)
+        return out if wide else out.astype(narrow)
     if mixed:
         flat = mixed_matmul(x.reshape(-1, x.shape[-1]), matrix if layout == "in_out" else matrix.T)
         return flat.reshape(*x.shape[:-1], flat.shape[-1])

@@ -27,10 +27,12 @@ from dflash_jax.writing import replace_file
 
 _NAMES = ("matmul.cc", "attention.cc", "gated_delta.cc", "experts.cc", "pages.cc")
 _SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
-_HEADERS = (Path(__file__).with_name("cpu.h"),)
+_HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpu.h", "weights.h"))
 _FLAGS = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC"]
 _TARGETS = {
     "dflash_multiply": "DflashMultiply",
+    "dflash_multiply_codes": "DflashMultiplyCodes",
+    "dflash_widen": "DflashWiden",
     "dflash_attend": "DflashAttend",
     "dflash_delta_block": "DflashDeltaBlock",
     "dflash_delta_fold": "DflashDeltaFold",
@@ -81,9 +83,12 @@ def computes(*dtypes: jnp.dtype) -> bool:
 
 @functools.cache
 def has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself."""
+    """Whether the processor multiplies matrices of bfloat16 itself, faster than of float32.
+
+    AVX-512's products of bfloat16 (avx512_bf16) are not faster as XLA uses them.
+    """
     words = set(machine().split())
-    return not words.isdisjoint({"amx_bf16", "avx512_bf16", "bf16"})
+    return not words.isdisjoint({"amx_bf16", "bf16"})
 
 
 def find_compiler() -> list[str] | None:

@@ -68,6 +68,23 @@ inline Lanes MultiplyAdd(Lanes x, Lanes y, Lanes sum) {
 
 inline Lanes All(float value) { return value - Lanes{}; }  // - 0 changes no float and costs nothing, + 0 does
 
+// The sum over a vector's lanes, halves first: in the same order wherever it is taken.
+inline float Sum(Lanes x) {
+#if defined(__AVX512F__)
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+#elif defined(__AVX__)
+  const __m256 eight = x;
+#endif
+#if defined(__AVX__)
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+  static_assert(kLanes == 4);
+  return (x[0] + x[2]) + (x[1] + x[3]);
+#endif
+}
+
 // e^x for x <= 0, within two units in the last place; 0 gives 1. Below -87, where it is next to nothing, it is as there.
 inline Lanes Exp(Lanes x) {
   x = x < All(-87.0f) ? All(-87.0f) : x;

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.kernels.compact import is_compact, widened
 from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import DraftConfig, TargetConfig
@@ -83,6 +84,7 @@ def _features(params, config, tokens, layers):
 def fingerprint(params: TargetParams | DraftParams, config: TargetConfig | DraftConfig) -> str:
     """Hash of a model: its config and every weight."""
     digest = hashlib.blake2b(repr(config).encode(), digest_size=16)
-    for leaf in jax.tree.leaves(map_matrices(lambda matrix: matrix.laid_out("in_out"), params)):
+    laid_out = map_matrices(lambda matrix: matrix.laid_out("in_out"), params)
+    for leaf in map(widened, jax.tree.leaves(laid_out, is_leaf=is_compact)):
         digest.update(np.ascontiguousarray(leaf).view(np.uint8).data)
     return digest.hexdigest()

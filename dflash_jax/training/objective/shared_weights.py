@@ -5,6 +5,7 @@ from __future__ import annotations
 from flax import struct
 from jaxtyping import Array, Float
 
+from dflash_jax.kernels.compact import widened
 from dflash_jax.models.lm_head import target_head
 from dflash_jax.models.weights import TargetParams
 from dflash_jax.training.values import Dtype
@@ -19,5 +20,5 @@ class SharedWeights:
 
 
 def shared_weights(target: TargetParams, dtype: Dtype) -> SharedWeights:
-    """The embedding as it is, and the LM head in the dtype of training's matrix products."""
-    return SharedWeights(target.embedding, target_head(target).weight.out_in.astype(dtype))
+    """The embedding, and the LM head in the dtype of training's matrix products."""
+    return SharedWeights(widened(target.embedding), target_head(target).weight.out_in.astype(dtype))
