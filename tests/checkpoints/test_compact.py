@@ -38,7 +38,11 @@ def assert_same_values(found, expected, config):
         np.testing.assert_array_equal(param_at(found, leaf.path), param_at(expected, leaf.path), err_msg=leaf.path)
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1],
+    ids=lambda kind: kind.name,
+)
 def test_a_gguf_file_is_held_as_it_is(models, tmp_path, kind):
     file = write_gguf(tmp_path / "m.gguf", WIDE, models.params(WIDE), kind)
     held, widened = load_target(file, weights="file").params, load_target(file).params
