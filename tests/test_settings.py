@@ -9,7 +9,7 @@ import time
 import pytest
 from pydantic import field_validator, model_validator
 
-from dflash_jax import cli, files
+from dflash_jax import cli, streams
 from dflash_jax.errors import ConfigError
 from dflash_jax.kinds import KEYS
 from dflash_jax.settings import PathText, Section, parse, read_settings, suggest
@@ -198,7 +198,7 @@ def test_a_device_is_no_config(device):
 
 
 def test_a_pipe_that_nobody_writes_to_is_no_config(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "PIPE_SECONDS", 0.2)
+    monkeypatch.setattr(streams, "PIPE_SECONDS", 0.2)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="nobody wrote to"):
         read_settings(tmp_path / "pipe")

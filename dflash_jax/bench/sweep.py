@@ -176,7 +176,8 @@ def _engine(config: SweepConfig, loaded: Engine, slots: int, speculation: bool, 
     sizes, models = config.with_slots(slots).engine, loaded.models
     if not speculation:
         return Engine(Models(models.target, models.target_config), sizes, clock=watch.clock)
-    return Engine(models, sizes, k=loaded.k, max_context=config.draft.max_context, clock=watch.clock)
+    draft = config.draft
+    return Engine(models, sizes, k=loaded.k, width=draft.width, max_context=draft.max_context, clock=watch.clock)
 
 
 def _run(

@@ -52,8 +52,11 @@ def absorb(
                 changes.append(_Change(sequence, *_absorb_chunk(policy, sequence, chunk, row, now, read)))
     if report.decode is not None:
         rounds = [_rows(report.decode, done) for done in range(plan.rounds)]
+        absorbed: set[str] = set()
         for decode, *rows in zip(plan.decodes, *rounds, strict=True):
-            if decode is not None:
+            # In a second row a request breaks `slot_exclusive`, which its first row tells.
+            if decode is not None and decode.id not in absorbed:
+                absorbed.add(decode.id)
                 sequence = _running(host, decode.id)
                 changes.append(_Change(sequence, *_absorb_rounds(policy, sequence, rows, now, read)))
         host = _learn(host, plan, report.decode, report.seconds)

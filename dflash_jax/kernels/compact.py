@@ -120,7 +120,7 @@ class Compact(struct.PyTreeNode):
         return values * jnp.repeat(scales, min(self.group, self.shape[1]), axis=-1)[..., : self.shape[1]]
 
 
-def widened(matrix: Array | Compact) -> Array:
+def widened(matrix: Array | np.ndarray | Compact) -> Any:
     """The weights as an array in the dtype of activations; an array is itself."""
     return matrix.astype(matrix.dtype) if isinstance(matrix, Compact) else matrix
 
