@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -14,6 +15,9 @@ _PRIOR_WEIGHT = 8
 
 _MOST_SEEN = 4096
 """Tokens after which all counts are halved, so that what was long ago matters less."""
+
+_MANY = 1024
+"""Tokens that are enough to know a draft by."""
 
 _RECENT = 64
 """Drafted blocks that stand for those to come."""
@@ -42,11 +46,19 @@ class Calibration:
 
         Blocks to come are taken to be like the last ones.
         """
-        if not len(self.recent):
-            return 0.0
+        blocks, kept = len(self.recent), self._kept_of_likeliest
+        return float(kept[min(round(spare * blocks), len(kept) - 1)]) / blocks if blocks else 0.0
+
+    @functools.cached_property
+    def _kept_of_likeliest(self) -> Float[np.ndarray, " counts"]:
+        """Of the last blocks' 0, 1, 2, ... likeliest tokens: how many are kept."""
         survival = np.cumprod(self.chance()[np.arange(self.recent.shape[1]), self.recent], axis=1)
-        best = -np.sort(-survival, axis=None)
-        return float(best[: round(spare * len(self.recent))].sum()) / len(self.recent)
+        return np.concatenate([[0.0], np.cumsum(np.sort(survival, axis=None)[::-1])])
+
+    @functools.cached_property
+    def settled(self) -> bool:
+        """Whether so much was counted that a block more hardly matters."""
+        return bool(self.seen.sum() > _MANY)
 
     def with_blocks(
         self,

@@ -55,6 +55,9 @@ class Costs:
 
     def seconds(self, kind: Round) -> float | None:
         """What a round takes; of contexts of the most similar length that it is known for, None if for none."""
+        samples = self.samples.get(kind, ())
+        if len(samples) >= _ENOUGH:
+            return statistics.median(samples)
         found = [
             (abs(context - kind.context), context)
             for context in range(kind.context + _MOST_CONTEXTS)

@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 _SETTLED = 16
 """Rounds with so many rows before a kind of round that never ran is tried: its program has to be compiled."""
 
+_SELDOM = 4
+"""Once a draft is well known, one round of so many is counted: counting takes time in every round."""
+
 _STALE = 200
 """Rounds after which another kind is run once, to see whether it still is what it was."""
+
+_NEAR, _STALE_IF_NEAR = 0.7, 40
+"""So near to the best, in tokens a second, a kind of round may be better than it: it is run again sooner."""
 
 
 class Width(NamedTuple):
@@ -116,7 +122,12 @@ def choose_width(experience: Experience, *, rows: int, live: int, drafting: int,
     for width in options:
         if width not in known and settled and produced(width) > rate[best] * costs.at_least(kind(width)):
             return width
-    stale = [width for width in known if width != best and costs.age(kind(width)) >= _STALE]
+    near = {width: rate[width] > _NEAR * rate[best] for width in known}
+    stale = [
+        width
+        for width in known
+        if width != best and costs.age(kind(width)) >= (_STALE_IF_NEAR if near[width] else _STALE)
+    ]
     return max(stale, key=lambda width: costs.age(kind(width)), default=best)
 
 
@@ -152,8 +163,10 @@ def learn(
     kind = Round(rows, tokens or rows * block, bins.shape[-1] > 0, context)
     costs = experience.costs.with_round(kind, None if seconds is None else seconds / done)
     # Of a request's last tokens it is not known what the target would have kept.
-    counts = (verified > 0) & (produced > 0) & ~np.asarray(report.finished) & ~np.asarray(report.damaged_draft)
     calibration = experience.calibration
+    if calibration.settled and costs.rounds[rows] % _SELDOM:
+        return Experience(calibration, costs)
+    counts = (verified > 0) & (produced > 0) & ~np.asarray(report.finished) & ~np.asarray(report.damaged_draft)
     if counts.any():
         calibration = calibration.with_blocks(bins[counts], verified[counts], produced[counts] - 1)
     return Experience(calibration, costs)

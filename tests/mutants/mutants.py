@@ -1027,7 +1027,13 @@ _OF_WIDTH = (
     ),
     Mutant(
         "never run again what was slow once",
-        (("engine/width.py", "if width != best and costs.age(kind(width)) >= _STALE", "if False"),),
+        (
+            (
+                "engine/width.py",
+                "if width != best and costs.age(kind(width)) >= (_STALE_IF_NEAR if near[width] else _STALE)",
+                "if False",
+            ),
+        ),
         _WIDTH + "test_what_did_not_run_for_long_is_run_once_again",
         r"assert",
     ),
