@@ -112,9 +112,9 @@ class DraftSource(Source):
 
     Attributes:
       k: tokens to draft in each round; the trained block_size - 1 by default.
-      width: how many of them a round verifies. "auto" chooses what brings the most tokens a second by how often drafts
-        were kept and how long rounds took, down to no draft at all. With a number, what is drafted in a run does not
-        depend on the machine; nor does what sampled requests say, whose distribution is the same in either case.
+      width: how many of them a round verifies; None for all. "auto" chooses what brings the most tokens a second by how
+        often drafts were kept and how long rounds took, down to no draft at all. Otherwise, what is drafted in a run does
+        not depend on the machine; nor does what sampled requests say, whose distribution is the same in either case.
       mask_token_id: for checkpoints that do not name their mask token.
       max_context: requests whose context grows past this many tokens continue without drafting.
       shortlist: file of the only tokens it proposes, as `dflash-jax data shortlist` writes it. A shorter list
@@ -122,7 +122,7 @@ class DraftSource(Source):
     """
 
     k: int | None = Field(default=None, ge=1, le=_MOST_K)
-    width: Literal["auto"] | Annotated[int, Field(ge=1, le=_MOST_K)] = "auto"
+    width: Literal["auto"] | Annotated[int, Field(ge=1, le=_MOST_K)] | None = "auto"
     mask_token_id: int | None = Field(default=None, ge=0, le=_INT32)
     max_context: int | None = Field(default=None, ge=1, le=_INT32)
     shortlist: PathText | None = None

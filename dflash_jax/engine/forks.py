@@ -60,9 +60,7 @@ def setup_with_drafting(setup: EngineSetup | None, k: int, width: VerifyWidth | 
     """What a snapshot is restored from, with the same change."""
     if setup is None or setup.draft is None:
         return setup
-    return setup.model_copy(
-        update={"draft": setup.draft.model_copy(update={"k": k, "width": k if width is None else width})}
-    )
+    return setup.model_copy(update={"draft": setup.draft.model_copy(update={"k": k, "width": width})})
 
 
 def recompute(host: HostState, empty: HostState) -> HostState:
