@@ -112,9 +112,9 @@ class DraftSource(Source):
 
     Attributes:
       k: tokens to draft in each round; the trained block_size - 1 by default.
-      width: how many of them a round verifies; None for all. "auto" chooses what brings the most tokens a second by how
-        often drafts were kept and how long rounds took, down to no draft at all. Otherwise, what is drafted in a run does
-        not depend on the machine; nor does what sampled requests say, whose distribution is the same in either case.
+      width: how many of them a round verifies; None for all. "auto" chooses what brings the most tokens a second by
+        how often drafts were kept and how long rounds took, down to no draft at all. Otherwise what is drafted does not
+        depend on the machine; nor does what sampled requests say, whose distribution is the same in either case.
       mask_token_id: for checkpoints that do not name their mask token.
       max_context: requests whose context grows past this many tokens continue without drafting.
       shortlist: file of the only tokens it proposes, as `dflash-jax data shortlist` writes it. A shorter list
