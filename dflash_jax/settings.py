@@ -48,6 +48,7 @@ _MERGE = "tag:yaml.org,2002:merge"
 """Of the key `<<`."""
 
 
+# PyYAML has its C parser, many times faster, only where it was built with libyaml.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML as people expect it: 1e-4 is a number, and a key given twice is a mistake."""
 

@@ -56,10 +56,10 @@ def packed_tensors(config: Config, tensors: Tensors) -> dict[str, StoredTensor]:
 
 def param_at(params: Params, path: str) -> Array:
     """The array at a leaf's path, widened if it is compact; a matrix as [inputs, outputs], whatever its layout."""
-    node = params
+    node: Any = params
     for step in path.split("."):
-        node = node[int(step)] if step.isdigit() else getattr(node, step)  # type: ignore[index]
-    return node.in_out if isinstance(node, Matrix) else widened(node)  # type: ignore[arg-type]
+        node = node[int(step)] if step.isdigit() else getattr(node, step)
+    return node.in_out if isinstance(node, Matrix) else widened(node)
 
 
 def _leaves(config: Config) -> Params:

@@ -36,7 +36,7 @@ class CostFiles:
     def __init__(self, implementation: Implementation | None):
         """Makes files for engines whose kernels are of an implementation."""
         self._implementation = implementation
-        self._written: Costs | None = None
+        self._written: object = None
         self._due = 0.0
 
     def read(self, host: HostState) -> Costs:
@@ -52,16 +52,16 @@ class CostFiles:
 
     def write(self, host: HostState) -> None:
         """Keeps what the engine has measured, if there is anything new and the last writing is some seconds ago."""
-        if host.experience is None or host.experience.costs.samples is self._samples() or time.monotonic() < self._due:
+        if host.experience is None or time.monotonic() < self._due:
             return
-        self._due, self._written = time.monotonic() + _SECONDS, host.experience.costs
+        costs = host.experience.costs
+        if costs.samples is self._written:
+            return
+        self._due, self._written = time.monotonic() + _SECONDS, costs.samples
         path = self._path(host)
         if path is not None:
             with contextlib.suppress(OSError):
-                replace_file(path, json.dumps(host.experience.costs.as_json()), mode=0o600)
-
-    def _samples(self) -> object:
-        return None if self._written is None else self._written.samples
+                replace_file(path, json.dumps(costs.as_json()), mode=0o600)
 
     def _path(self, host: HostState) -> Path | None:
         cache = own_cache()

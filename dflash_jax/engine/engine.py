@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -318,7 +318,7 @@ class Engine:
         updates = self._updates(ids)
         # From here on it is under way, and ends its requests also if nobody ever asks it for an update.
         next(updates)
-        return updates  # type: ignore[return-value]
+        return cast(Iterator[Update], updates)
 
     def _updates(self, ids: Sequence[str]) -> Iterator[Update | None]:
         unfinished = dict.fromkeys(ids)

@@ -179,13 +179,13 @@ def _with_width(plan: Plan, host: HostState, decoding: list[Sequence]) -> Plan:
     if not drafting:
         return plan
     if host.experience is None:
-        return with_drafting(plan, host, widths(rows, k)[-1])
+        return at_width(plan, host, widths(rows, k)[-1])
     context = context_of(sum(sequence.position for sequence in decoding) / len(decoding))
     chosen = choose_width(host.experience, rows=rows, live=len(decoding), drafting=drafting, drafts=k, context=context)
-    return dataclasses.replace(with_drafting(plan, host, chosen), context=context)
+    return dataclasses.replace(at_width(plan, host, chosen), context=context)
 
 
-def with_drafting(plan: Plan, host: HostState, chosen: Width) -> Plan:
+def at_width(plan: Plan, host: HostState, chosen: Width) -> Plan:
     """The plan with rounds that draft and verify so many tokens."""
     if not chosen.drafts:
         return plan

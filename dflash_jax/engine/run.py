@@ -71,7 +71,7 @@ def step(
 class Runner:
     """Runs plans: one dispatch for a plan's chunks, one for its rounds.
 
-    Compiled once for each number of rows, width of chunks and number of drafts.
+    Compiled once for each number of rows, width of chunks, and number of drafted and of verified tokens.
     """
 
     def __init__(

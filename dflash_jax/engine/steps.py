@@ -19,7 +19,7 @@ from dflash_jax.engine.prospects import bins_of, hand_out, survival
 from dflash_jax.engine.state import EngineState, Models, Slots
 from dflash_jax.engine.verification import verify_hidden
 from dflash_jax.kernels.dispatch import Implementation
-from dflash_jax.kernels.packing import Packing, packing_of
+from dflash_jax.kernels.packing import Packing, pack, packing_of
 from dflash_jax.models.drafters import Proposal, drafter_of, without_damage
 from dflash_jax.models.recurrent import commit
 from dflash_jax.models.target import Extension, extend
@@ -345,10 +345,8 @@ def _commit(
     target_pages = target_context.write(extension.entries, count, packing=packing, implementation=implementation)
     draft_pages = state.draft_pages
     if models.draft is not None and models.draft_config is not None:
-        if packing is None:
-            positions = position[:, None] + jnp.arange(extension.features.shape[1])
-        else:
-            positions = packing.pack(position[:, None] + jnp.arange(packing.place.shape[1]))
+        width = extension.features.shape[1] if packing is None else packing.place.shape[1]
+        positions = pack(position[:, None] + jnp.arange(width), packing)
         drafter = drafter_of(models.draft_config)
         entries = drafter.context_entries(models.draft, models.draft_config, extension.features, positions)
         draft_context = state.draft_context(jnp.where(speculating, idx_mapping, -1))

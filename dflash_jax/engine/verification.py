@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.engine.state import Models
 from dflash_jax.kernels.dispatch import Implementation
-from dflash_jax.kernels.packing import Packing
+from dflash_jax.kernels.packing import Packing, unpack
 from dflash_jax.models.drafters import Proposal
 from dflash_jax.models.lm_head import target_head
 from dflash_jax.sampling import Sampler, Verdict, verify, verify_greedy
@@ -44,11 +44,8 @@ def verify_hidden(
 
     head = target_head(models.target)
 
-    def unpack(packed: Array) -> Array:
-        return packed if packing is None else packing.unpack(packed)
-
     def from_logits() -> tuple[Verdict, Bool[Array, "rows block"]]:
-        logits = unpack(head.logits(hidden, implementation=implementation))
+        logits = unpack(head.logits(hidden, implementation=implementation), packing)
         verdict = verify(logits, proposal.tokens, num_drafts, proposal.candidates, proposal.probs, sampler, position)
         # Of logits with a NaN among them, the largest is NaN.
         best = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -56,7 +53,7 @@ def verify_hidden(
 
     def from_best() -> tuple[Verdict, Bool[Array, "rows block"]]:
         with jax.named_scope("lm_head"):
-            value, best = map(unpack, head.best(hidden, 1, implementation=implementation))
+            value, best = (unpack(x, packing) for x in head.best(hidden, 1, implementation=implementation))
         return verify_greedy(best[..., 0], proposal.tokens, num_drafts), jnp.isfinite(value[..., 0])
 
     if head.writes_logits(hidden, implementation=implementation):
@@ -64,7 +61,7 @@ def verify_hidden(
     else:
         verdict, finite = jax.lax.cond(jnp.any(sampler.temperature > 0), from_logits, from_best)
     # A kernel that keeps a running maximum passes over NaN, but hidden states with one give nothing else.
-    finite &= unpack(jnp.all(jnp.isfinite(hidden), axis=-1))
+    finite &= unpack(jnp.all(jnp.isfinite(hidden), axis=-1), packing)
     none = finite.shape[1]
     return _up_to_damage(verdict, proposal, jnp.where(finite.all(axis=1), none, jnp.argmin(finite, axis=1)))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dflash_jax.engine.host import HostState
 from dflash_jax.engine.pages import pages_for
-from dflash_jax.engine.plan import Plan, bucket, with_drafting
+from dflash_jax.engine.plan import Plan, at_width, bucket
 from dflash_jax.engine.width import Width, likely_widths
 
 
@@ -37,7 +37,7 @@ def possible_plans(host: HostState, *, requests: int | None = None, plain: int =
         wanted |= {(count, Width(0, count)) for count in _buckets(1, min(plain, slots), slots)}
     for count, width in sorted(wanted):
         plan = Plan(decodes=(None,) * count, table_width=table_width, rounds=rounds)
-        plans.append(with_drafting(plan, host, width))
+        plans.append(at_width(plan, host, width))
     return plans
 
 

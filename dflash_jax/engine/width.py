@@ -57,9 +57,9 @@ class Experience:
     costs: Costs
 
 
-def inexperienced(drafts: int, costs: Costs | None = None) -> Experience:
-    """Nothing seen yet, but for how long rounds take if that is known."""
-    return Experience(uncalibrated(drafts), costs or Costs())
+def inexperienced(drafts: int) -> Experience:
+    """Nothing seen yet, for blocks of so many drafted tokens."""
+    return Experience(uncalibrated(drafts), Costs())
 
 
 def widths(rows: int, drafts: int) -> tuple[Width, ...]:
@@ -122,12 +122,11 @@ def choose_width(experience: Experience, *, rows: int, live: int, drafting: int,
     for width in options:
         if width not in known and settled and produced(width) > rate[best] * costs.at_least(kind(width)):
             return width
-    near = {width: rate[width] > _NEAR * rate[best] for width in known}
-    stale = [
-        width
-        for width in known
-        if width != best and costs.age(kind(width)) >= (_STALE_IF_NEAR if near[width] else _STALE)
-    ]
+
+    def patience(width: Width) -> int:
+        return _STALE_IF_NEAR if rate[width] > _NEAR * rate[best] else _STALE
+
+    stale = [width for width in known if width != best and costs.age(kind(width)) >= patience(width)]
     return max(stale, key=lambda width: costs.age(kind(width)), default=best)
 
 
@@ -162,10 +161,10 @@ def learn(
     rows, block = report.tokens.shape[1:]
     kind = Round(rows, tokens or rows * block, bins.shape[-1] > 0, context)
     costs = experience.costs.with_round(kind, None if seconds is None else seconds / done)
-    # Of a request's last tokens it is not known what the target would have kept.
     calibration = experience.calibration
     if calibration.settled and costs.rounds[rows] % _SELDOM:
         return Experience(calibration, costs)
+    # Of a request's last tokens it is not known what the target would have kept.
     counts = (verified > 0) & (produced > 0) & ~np.asarray(report.finished) & ~np.asarray(report.damaged_draft)
     if counts.any():
         calibration = calibration.with_blocks(bins[counts], verified[counts], produced[counts] - 1)

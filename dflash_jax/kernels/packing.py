@@ -32,6 +32,16 @@ class Packing(struct.PyTreeNode):
         return packed[0][self.place]
 
 
+def pack(dense: Shaped[Array, "rows width *rest"], packing: Packing | None) -> Shaped[Array, "batch tokens *rest"]:
+    """A dense array packed; itself where nothing is."""
+    return dense if packing is None else packing.pack(dense)
+
+
+def unpack(packed: Shaped[Array, "batch tokens *rest"], packing: Packing | None) -> Shaped[Array, "rows width *rest"]:
+    """A packed array as a dense one; itself where nothing is packed."""
+    return packed if packing is None else packing.unpack(packed)
+
+
 def packing_of(q_len: Int[Array, " rows"], width: int, tokens: int) -> Packing:
     """The packing of rows that have `q_len` tokens each.
 

@@ -48,7 +48,7 @@ class Matrix(struct.PyTreeNode):
     @property
     def in_out(self) -> Float[Array, "inputs outputs"]:
         """The values as [inputs, outputs]."""
-        return self.laid_out("in_out").value  # type: ignore[return-value]
+        return widened(self.laid_out("in_out").value)
 
     @property
     def out_in(self) -> Float[Array, "outputs inputs"]:

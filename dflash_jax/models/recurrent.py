@@ -23,7 +23,7 @@ from dflash_jax.kernels.gated_delta import (
     gates,
     write_rows,
 )
-from dflash_jax.kernels.packing import Packing
+from dflash_jax.kernels.packing import Packing, pack, unpack
 from dflash_jax.models.config import TransformerConfig
 from dflash_jax.models.layers import rms_norm
 from dflash_jax.models.weights import GatedDeltaWeights
@@ -120,8 +120,7 @@ def gated_delta_layer(
     """
     qkv = x @ weights.in_proj_qkv
     g, beta = gates(x @ weights.in_proj_a, x @ weights.in_proj_b, weights.a_log, weights.dt_bias)
-    if packing is not None:
-        qkv, g, beta = (packing.unpack(packed) for packed in (qkv, g, beta))
+    qkv, g, beta = (unpack(packed, packing) for packed in (qkv, g, beta))
     compute = gated_delta_prefill if prefill else gated_delta_block
     out, change = compute(
         qkv,
@@ -135,8 +134,7 @@ def gated_delta_layer(
         layer=layer,
         implementation=implementation,
     )
-    if packing is not None:
-        out = packing.pack(out)
+    out = pack(out, packing)
     z = (x @ weights.in_proj_z).reshape(out.shape)
     gated = rms_norm(out, weights.norm, config.rms_norm_eps) * jax.nn.silu(z.astype(jnp.float32))
     return gated.astype(x.dtype).reshape(*x.shape[:2], -1) @ weights.out_proj, change

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.kernels.context import Context, KeyValues
 from dflash_jax.kernels.dispatch import Implementation
-from dflash_jax.kernels.packing import Packing
+from dflash_jax.kernels.packing import Packing, pack, unpack
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.models.layers import linear, mlp, moe, norm, project_gated_q, project_kv
 from dflash_jax.models.lm_head import target_head
@@ -73,16 +73,9 @@ def extend(
     """
     if config.gated_delta_layers and recurrent is None:
         raise ValueError("a target with Gated DeltaNet layers needs their states: recurrent is None")
-
-    def pack(dense: Array) -> Array:
-        return dense if packing is None else packing.pack(dense)
-
-    def unpack(packed: Array) -> Array:
-        return packed if packing is None else packing.unpack(packed)
-
-    positions = pack(context.row_lengths()[:, None] + jnp.arange(tokens.shape[1]))
+    positions = pack(context.row_lengths()[:, None] + jnp.arange(tokens.shape[1]), packing)
     with jax.named_scope("embedding"):
-        x = params.embedding[pack(tokens)]
+        x = params.embedding[pack(tokens, packing)]
     keys: list[Array] = []
     values: list[Array] = []
     changes: list[Any] = []
@@ -114,16 +107,16 @@ def extend(
                 v = jnp.where(jnp.isnan(v), 0, v)
                 mixed = context.attend(
                     len(keys),
-                    unpack(q),
-                    unpack(k),
-                    unpack(v),
+                    unpack(q, packing),
+                    unpack(k, packing),
+                    unpack(v, packing),
                     q_len,
                     causal=layer.causal,
                     window=layer.window,
                     scale=config.head_dim**-0.5,
                     implementation=implementation,
                 )
-                mixed = pack(mixed)
+                mixed = pack(mixed, packing)
                 if gate is not None:
                     mixed = mixed * jax.nn.sigmoid(gate)
                 mixed = linear(mixed.reshape(*mixed.shape[:2], -1), weights.attention.o_proj)

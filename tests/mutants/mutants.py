@@ -113,8 +113,8 @@ _OF_GOLDEN_PAIRS = (
         (
             (
                 "engine/steps.py",
-                "        positions = position[:, None] + jnp.arange(extension.features.shape[1])\n",
-                "        positions = position[:, None] + jnp.arange(extension.features.shape[1])\n"
+                "        positions = pack(position[:, None] + jnp.arange(width), packing)\n",
+                "        positions = pack(position[:, None] + jnp.arange(width), packing)\n"
                 "        after_hit = ~state.slots.decoding[slot] & (position > 0)\n"
                 "        positions += jnp.where(after_hit, state.target_pages.k.shape[2], 0)[:, None]\n",
             ),
@@ -1030,7 +1030,7 @@ _OF_WIDTH = (
         (
             (
                 "engine/width.py",
-                "if width != best and costs.age(kind(width)) >= (_STALE_IF_NEAR if near[width] else _STALE)",
+                "if width != best and costs.age(kind(width)) >= patience(width)",
                 "if False",
             ),
         ),
