@@ -36,7 +36,7 @@ app.add_typer(_bench, name="bench")
 _Count = Optional[int]  # noqa: UP045
 _Text = Optional[str]  # noqa: UP045
 _Dtype = Optional[Literal["float32", "bfloat16"]]  # noqa: UP045
-_Held = Optional[Literal["file", "float32", "bfloat16"]]  # noqa: UP045
+_Held = Optional[Literal["file", "float32", "bfloat16", "int8"]]  # noqa: UP045
 _Set = Annotated[
     Optional[list[str]],  # noqa: UP045
     typer.Option("--set", metavar="A.B=VALUE", help="Replace a value of the config; may be repeated."),
@@ -129,7 +129,8 @@ def inspect(
     max_model_len: Annotated[_Count, typer.Option(help="Longest prompt and output together.")] = None,
     max_slots: Annotated[_Count, typer.Option(help="Requests in flight at once.")] = None,
     dtype: Annotated[_Dtype, typer.Option(help="Of activations and pages.")] = None,
-    weights: Annotated[_Held, typer.Option(help="How the target's weights are held.")] = None,
+    weights: Annotated[_Held, typer.Option(help="How weights are held.")] = None,
+    draft_weights: Annotated[_Held, typer.Option(help="How those of the draft beside it are.")] = None,
     mask_token_id: Annotated[_Count, typer.Option(help="For drafts that name none.")] = None,
 ) -> None:
     """Tell what a checkpoint is, its sizes, and the memory that serving it takes."""
@@ -141,7 +142,15 @@ def inspect(
     from dflash_jax.jobs.inspect import inspect_checkpoint, print_inspection
 
     print_inspection(
-        inspect_checkpoint(path, draft=draft, k=k, engine=engine, mask_token_id=mask_token_id, weights=weights)
+        inspect_checkpoint(
+            path,
+            draft=draft,
+            k=k,
+            engine=engine,
+            mask_token_id=mask_token_id,
+            weights=weights,
+            draft_weights=draft_weights,
+        )
     )
 
 

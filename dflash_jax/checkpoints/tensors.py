@@ -20,7 +20,7 @@ import numpy as np
 from dflash_jax.checkpoints.table import Config, Params, build_params, packed_tensors, param_at, table
 from dflash_jax.errors import CheckpointError, ConfigError, quote
 from dflash_jax.families.leaf import HostArray, Leaf, StoredTensor
-from dflash_jax.kernels.compact import Compact, compact
+from dflash_jax.kernels.compact import Compact, compact, rounded
 from dflash_jax.kernels.compact import all_finite as all_weights_finite
 from dflash_jax.kernels.matmul import Layout
 from dflash_jax.models.config import TargetConfig
@@ -55,15 +55,14 @@ def assemble(
       source: the checkpoint, for messages.
       dtype: "float32" or "bfloat16"; of activations, and of every weight that is not held otherwise.
       layout: of the matrices. Checkpoints have [outputs, inputs], so that "out_in" saves transposing them.
-      weights: how matrices and the embedding are held: "file" as they are stored, where that is a format of
-        `kernels.compact`; "float32" or "bfloat16", cast to it; None as `dtype`.
+      weights: how matrices and the embedding are held, one of `HELD`; None as `dtype`.
 
     Raises:
       CheckpointError: a tensor is missing, unexpected or misshapen, or has values that are not finite.
       ConfigError: weights of float32 for activations of bfloat16.
     """
     leaves = table(config)
-    check_weights(weights, dtype)
+    check_weights(weights, dtype, "target" if isinstance(config, TargetConfig) else "draft")
     check_tensors(config, leaves, tensors, source)
     cast = numpy_dtype(dtype)
 
@@ -81,29 +80,35 @@ def assemble(
     return build_params(config, arrays)
 
 
-def check_weights(weights: str | None, dtype: str) -> None:
-    """Raises ConfigError unless weights can be held so for activations of the dtype."""
+def check_weights(weights: str | None, dtype: str, role: str = "target") -> None:
+    """Raises ConfigError unless a target's or a draft's weights can be held so for activations of the dtype."""
     numpy_dtype(dtype)
     if weights is not None and weights not in HELD:
-        raise ConfigError(f"target.weights is {quote(weights)}; it must be one of {', '.join(map(repr, HELD))}")
+        raise ConfigError(f"{role}.weights is {quote(weights)}; it must be one of {', '.join(map(repr, HELD))}")
     if weights == "float32" and dtype == "bfloat16":
         raise ConfigError(
-            "target.weights is 'float32' and engine.dtype 'bfloat16'; weights of float32 need activations of float32"
+            f"{role}.weights is 'float32' and engine.dtype 'bfloat16'; weights of float32 need activations of float32"
         )
 
 
-HELD = ("file", "float32", "bfloat16")
-"""How weights can be held."""
+HELD = ("file", "float32", "bfloat16", "int8")
+"""How matrices can be held.
+
+"file" is as they are stored, where that is a format of `kernels.compact`; "float32" and "bfloat16" are cast to it;
+"int8" is rounded to 8 bits in groups of 32 inputs, and what is stored in 8 bits or fewer as it is stored.
+"""
 
 
 def _compact(tensor: StoredTensor, dtype: str, weights: str | None) -> Compact | None:
     """A matrix that is held otherwise than in the dtype of activations; None if it is not."""
-    if weights == "file" and holds_stored(tensor, dtype):
+    if (weights == "file" and holds_stored(tensor, dtype)) or (weights == "int8" and stored_in_8_bits(tensor)):
         assert tensor.stored is not None
         stored = tensor.stored()
         # If it has values that are not finite, reading them says where.
         if all_weights_finite(stored.codes, stored.format, stored.scales):
             return compact(stored.codes, stored.format, stored.scales, stored.group, dtype)
+    if weights == "int8":
+        return rounded(_weights(tensor, numpy_dtype("float32")), dtype)
     if weights == "bfloat16" and dtype == "float32":
         return compact(_weights(tensor, numpy_dtype("bfloat16")), "BF16", dtype=dtype)
     return None
@@ -112,6 +117,11 @@ def _compact(tensor: StoredTensor, dtype: str, weights: str | None) -> Compact |
 def holds_stored(tensor: StoredTensor, dtype: str) -> bool:
     """Whether params for activations of a dtype hold a matrix as it is stored, which is not an array of that dtype."""
     return tensor.stored is not None and (tensor.dtype, dtype) != ("BF16", "bfloat16")
+
+
+def stored_in_8_bits(tensor: StoredTensor) -> bool:
+    """Whether a matrix is stored in 8 bits or fewer for each weight, so that rounding it would only harm it."""
+    return tensor.stored is not None and tensor.dtype not in ("F16", "BF16")
 
 
 def check_tensors(config: Config, leaves: Iterable[Leaf], tensors: Mapping[str, StoredTensor], source: Path) -> None:

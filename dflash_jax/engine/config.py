@@ -69,22 +69,39 @@ class Source(Section):
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments that `load_target` and `load_draft` share."""
         scaling = scaling_fields(self.rope_scaling)
-        return {"path": self.path, "revision": self.revision, "file": self.file, "rope_scaling": scaling}
+        return {
+            "path": self.path,
+            "revision": self.revision,
+            "file": self.file,
+            "rope_scaling": scaling,
+        }
 
 
-class TargetSource(Source):
-    """Where the target comes from, how its weights are held, and its chat template.
+class HeldSource(Source):
+    """Where a checkpoint comes from, and how its weights are held.
 
     Attributes:
-      weights: how its matrices are held: "file" as the checkpoint has them, where `kernels.compact` has that format;
-        "float32" or "bfloat16", cast to it. By default "file" on CPUs that have native code, whose products read them
-        so, and `engine.dtype` elsewhere.
+      weights: how matrices are held: "file" as the checkpoint has them, where `kernels.compact` has that format;
+        "float32" or "bfloat16", cast to it; "int8", rounded to 8 bits in groups of 32. By default "file" on CPUs that
+        have native code, whose products read them so, and `engine.dtype` elsewhere.
+    """
+
+    weights: Literal["file", "float32", "bfloat16", "int8"] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments that `load_target` and `load_draft` share."""
+        return {**super().arguments(), "weights": self.weights}
+
+
+class TargetSource(HeldSource):
+    """Where the target comes from, and its chat template.
+
+    Attributes:
       chat_template: which of the model's named chat templates to use, or another one: the path of a Jinja file, or
         its text.
       chat_template_kwargs: variables of the chat template, such as `{enable_thinking: false}`; a prompt's own win.
     """
 
-    weights: Literal["file", "float32", "bfloat16"] | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
@@ -107,7 +124,7 @@ VerifyWidth = int | Literal["auto"]
 """How many drafted tokens of each request a round verifies; "auto" for as many, in all requests, as pay."""
 
 
-class DraftSource(Source):
+class DraftSource(HeldSource):
     """Where the draft comes from, and how many tokens it drafts.
 
     Attributes:

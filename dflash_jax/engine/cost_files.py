@@ -15,6 +15,7 @@ import jax
 from dflash_jax.compile_cache import own_cache
 from dflash_jax.engine.costs import Costs, costs_from_json
 from dflash_jax.engine.host import HostState
+from dflash_jax.engine.state import Models
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.private import private_directory, read_private
 from dflash_jax.program_files import surroundings
@@ -33,9 +34,14 @@ class CostFiles:
     costs of a program that would have to be compiled first is no good choice.
     """
 
-    def __init__(self, implementation: Implementation | None):
-        """Makes files for engines whose kernels are of an implementation."""
-        self._implementation = implementation
+    def __init__(self, models: Models, implementation: Implementation | None):
+        """Makes files for engines of these models, as they are held, with kernels of an implementation."""
+        # Held in fewer bits they are the same models, but quicker ones.
+        held = tuple(
+            sum(leaf.nbytes for leaf in jax.tree.leaves(part))
+            for part in (models.target, models.draft, models.shortlist)
+        )
+        self._engine = (held, implementation)
         self._written: object = None
         self._due = 0.0
 
@@ -71,7 +77,7 @@ class CostFiles:
             directory = private_directory(cache / "costs")
         except (OSError, RuntimeError):
             return None
-        return directory / _name(host.models, host.policy.k, host.pool.page_size, self._implementation)
+        return directory / _name(host.models, host.policy.k, host.pool.page_size, *self._engine)
 
 
 @functools.lru_cache(64)

@@ -95,7 +95,7 @@ class Engine:
         limit = NO_LIMIT if max_context is None else max_context
         policy = make_policy(self.models, self.config, k, width, limit)
         self.host = init_host(self.config, policy, self._run.identity, models.target_config)
-        self._costs = CostFiles(implementation)
+        self._costs = CostFiles(self.models, implementation)
         if self.host.experience is not None:
             self.host = with_costs(self.host, self._costs.read(self.host))
         self.state: EngineState = empty_device(self.models, self.config)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from dflash_jax.checkpoints import Tokenizer, load_draft, load_target
 from dflash_jax.checkpoints.shortlist import read_shortlist
-from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
+from dflash_jax.engine.config import EngineConfig, EngineSetup, HeldSource, VerifyWidth
 from dflash_jax.engine.device import default_weights, fastest_layout
 from dflash_jax.engine.device_memory import check_memory
 from dflash_jax.engine.memory import divide
@@ -51,13 +51,12 @@ def load(setup: EngineSetup) -> Loaded:
       ConfigError, CheckpointError: it cannot be done; the message says why.
     """
     how: dict[str, Any] = dict(dtype=setup.engine.dtype, layout=fastest_layout(jnp.dtype(setup.engine.dtype), None))
-    target = load_target(**setup.target.arguments(), **how, weights=setup.target.weights or default_weights())
+    target = load_target(**_from(setup.target), **how)
     tokenizer = setup.target.configure_tokenizer(target.tokenizer)
     models = Models(target.params, target.config)
     k = width = max_context = None
     if setup.draft is not None:
-        mask = setup.draft.mask_token_id
-        draft = load_draft(**setup.draft.arguments(), **how, mask_token_id=mask)
+        draft = load_draft(**_from(setup.draft), **how, mask_token_id=setup.draft.mask_token_id)
         models = models.replace(draft=draft.params, draft_config=draft.config)
         if setup.draft.shortlist is not None:
             tokens = read_shortlist(setup.draft.shortlist, target.config.vocab_size, draft.config.candidates)
@@ -66,3 +65,7 @@ def load(setup: EngineSetup) -> Loaded:
     sizes = divide(setup.engine, models.target_config, models.draft_config)
     check_memory(models, sizes)
     return Loaded(models=models, config=sizes, tokenizer=tokenizer, k=k, width=width, max_context=max_context)
+
+
+def _from(source: HeldSource) -> dict[str, Any]:
+    return {**source.arguments(), "weights": source.weights or default_weights()}

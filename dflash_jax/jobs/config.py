@@ -84,7 +84,7 @@ class JobConfig(EngineSetup):
             "target.rope_scaling": scaling_fields(self.target.rope_scaling),
             **{
                 f"draft.{name}": getattr(self.draft, name, None)
-                for name in ("path", "revision", "file", "k", "mask_token_id", "max_context", "shortlist")
+                for name in ("path", "revision", "file", "weights", "k", "mask_token_id", "max_context", "shortlist")
             },
             "draft.rope_scaling": scaling_fields(self.draft.rope_scaling) if self.draft else None,
             "engine.max_model_len": self.engine.max_model_len,

@@ -66,6 +66,7 @@ def dry_run(config: JobConfig, *, overwrite: bool = False) -> DryRun:
         engine=config.engine,
         mask_token_id=None if draft is None else draft.mask_token_id,
         weights=config.target.weights,
+        draft_weights=None if draft is None else draft.weights,
     )
     return DryRun(run, done, tuple(bad), models)
 

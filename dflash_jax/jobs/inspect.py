@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -51,14 +52,14 @@ class Inspection:
       engine: the sizes that the memory is for.
       k: tokens to draft in a round; None without a draft.
       memory: of all models together.
-      weights: how the target's are held.
+      weights: how each one's are held; None as `engine.dtype`.
     """
 
     models: tuple[Description, ...]
     engine: EngineConfig
     k: int | None
     memory: Memory
-    weights: str | None
+    weights: tuple[str | None, ...]
 
 
 def inspect_checkpoint(
@@ -69,6 +70,7 @@ def inspect_checkpoint(
     engine: EngineConfig | None = None,
     mask_token_id: int | None = None,
     weights: str | None = None,
+    draft_weights: str | None = None,
 ) -> Inspection:
     """Inspects a checkpoint without loading its weights.
 
@@ -78,7 +80,8 @@ def inspect_checkpoint(
       k: tokens to draft in a round; the trained block_size - 1 by default.
       engine: the sizes to work out memory for.
       mask_token_id: for drafts that name none.
-      weights: how a target's are held, as of `load_target`; what the engine would choose by default.
+      weights: how they are held, as of `load_target`; what the engine would choose by default.
+      draft_weights: how those of the draft beside it are.
 
     Raises:
       CheckpointError, ConfigError: as loading it would.
@@ -103,15 +106,16 @@ def inspect_checkpoint(
     first, *others = (each.config for each in found)
     if isinstance(first, TargetConfig):
         engine = divide(engine, first, next((other for other in others if isinstance(other, DraftConfig)), None))
-    weights = weights or default_weights()
-    check_weights(weights, engine.dtype)
-    return Inspection(tuple(found), engine, k, _memory(found, engine, weights), weights)
+    held = [each or default_weights() for each in (weights, draft_weights)[: len(found)]]
+    for how, each in zip(held, found, strict=True):
+        check_weights(how, engine.dtype, each.role)
+    return Inspection(tuple(found), engine, k, _memory(found, engine, held), tuple(held))
 
 
-def _memory(found: list[Description], engine: EngineConfig, weights: str | None) -> Memory:
+def _memory(found: list[Description], engine: EngineConfig, held: Sequence[str | None]) -> Memory:
     sizes = sizes_of(engine, *(each.config for each in found))
     return Memory(
-        weights=sum(each.weight_bytes(engine.dtype, weights if each.role == "target" else None) for each in found),
+        weights=sum(each.weight_bytes(engine.dtype, how) for each, how in zip(found, held, strict=True)),
         sizes=sizes,
         pool=engine.pool_pages * sizes.page,
         slots=engine.max_slots * sizes.slot,
@@ -181,9 +185,8 @@ def _layers(config: TransformerConfig) -> str:
 def _memory_table(inspection: Inspection) -> Table:
     memory, sizes, engine = inspection.memory, inspection.memory.sizes, inspection.engine
     table = Table(show_header=False)
-    weights = inspection.weights if inspection.models[0].role == "target" else None
-    held = ", the target's as the file has them" if weights == "file" else f" in {weights or engine.dtype}"
-    table.add_row("weights", f"{human(memory.weights)}{held}")
+    ways = dict.fromkeys("as the file has them" if how == "file" else how or engine.dtype for how in inspection.weights)
+    table.add_row("weights", f"{human(memory.weights)}: {', the draft '.join(ways)}")
     table.add_row("a page", f"{human(sizes.page)} for {engine.page_size} tokens")
     longest = human(engine.slot_pages * sizes.page)
     table.add_row("a slot", f"{longest} in {engine.slot_pages} pages for {engine.max_model_len} tokens")

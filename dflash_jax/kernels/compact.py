@@ -160,6 +160,33 @@ def compact(
     return Compact(jax.device_put(np.array(codes)), jax.device_put(scales.astype(np.float32)), format, group, dtype)
 
 
+def rounded(matrix: Float[np.ndarray, "outputs inputs"], dtype: str = "float32") -> Compact:
+    """A matrix rounded to 8 bits: whole numbers up to 127, in groups of 32 inputs that share a scale.
+
+    Args:
+      matrix: finite values.
+      dtype: of activations.
+    """
+    outputs, inputs = matrix.shape
+    groups = -(-inputs // INT8_GROUP)
+    padded = np.zeros((outputs, groups, INT8_GROUP), np.float32)
+    padded.reshape(outputs, -1)[:, :inputs] = matrix
+    scales = np.abs(padded).max(axis=2) / np.float32(127)
+    # A group of zeros has no size, and one of the smallest numbers none that can be divided by.
+    divisors = np.where(scales < np.finfo(np.float32).tiny, np.float32(np.inf), scales)
+    codes = np.rint(padded / divisors[..., None]).astype(np.int8).reshape(outputs, -1)[:, :inputs]
+    return compact(np.ascontiguousarray(codes), "I8", scales, INT8_GROUP, dtype)
+
+
+def rounded_bytes(outputs: int, inputs: int) -> int:
+    """What a matrix takes that `rounded` makes."""
+    return outputs * (inputs + 4 * -(-inputs // INT8_GROUP))
+
+
+INT8_GROUP = 32
+"""Inputs that share a scale in what `rounded` makes."""
+
+
 def all_finite(codes: np.ndarray, format: str, scales: np.ndarray | None = None) -> bool:
     """Whether every weight that the codes stand for is finite, from what scales them."""
     kind = FORMATS[format]

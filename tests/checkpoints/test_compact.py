@@ -18,7 +18,7 @@ from dflash_jax.checkpoints.table import param_at, table
 from dflash_jax.engine.identity import identify
 from dflash_jax.engine.state import Models
 from dflash_jax.errors import CheckpointError, ConfigError
-from dflash_jax.kernels.compact import Compact
+from dflash_jax.kernels.compact import Compact, rounded
 from dflash_jax.models.lm_head import make_shortlist
 from dflash_jax.models.matrix import Matrix
 from dflash_jax.training.data.features import fingerprint
@@ -118,15 +118,56 @@ def test_floats_of_16_bits_are_held_as_they_are(models, tmp_path, dtype, format)
 
 def test_weights_of_bfloat16_serve_activations_of_float32(models, tmp_path):
     held = load_target(saved(models, tmp_path / "m"), weights="bfloat16")
-    rounded = load_target(tmp_path / "m", "bfloat16").params
+    short = load_target(tmp_path / "m", "bfloat16").params
     assert held.params.embedding.dtype == jnp.float32 and held.params.norm.dtype == jnp.float32
     for leaf in table(held.config):
         if leaf.may_be_compact:
-            expected = np.asarray(param_at(rounded, leaf.path), np.float32)
+            expected = np.asarray(param_at(short, leaf.path), np.float32)
             np.testing.assert_array_equal(param_at(held.params, leaf.path), expected)
     saved_params = save_params(tmp_path / "orbax", held.config, load_target(tmp_path / "m").params)
     again = load_target(saved_params, weights="bfloat16")
     assert_same_values(again.params, held.params, held.config)
+
+
+def assert_rounded(found, exact, config):
+    """Each weight of a matrix is within half a step of its group of 32, all else the same."""
+    for leaf in table(config):
+        array, expected = (np.asarray(param_at(params, leaf.path)) for params in (found, exact))
+        if leaf.may_be_compact:
+            array, expected = (each if leaf.looked_up else each.T for each in (array, expected))
+            largest = [np.abs(part).max(1) for part in np.split(expected, range(32, expected.shape[1], 32), axis=1)]
+            steps = np.repeat(np.stack(largest, 1) / 127, 32, axis=1)[:, : expected.shape[1]]
+            assert (np.abs(array - expected) <= steps * 0.5001).all(), leaf.path
+            assert (array != expected).any(), leaf.path
+        else:
+            np.testing.assert_array_equal(array, expected, err_msg=leaf.path)
+
+
+@pytest.mark.parametrize("kept_as", ["hugging face", "orbax"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_rounded_to_8_bits_where_that_is_asked_for(models, tmp_path, kept_as, dtype):
+    directory = saved(models, tmp_path / "m")
+    exact = load_target(directory)
+    if kept_as == "orbax":
+        directory = save_params(tmp_path / "orbax", exact.config, exact.params)
+    found = load_target(directory, dtype, weights="int8")
+    assert all(leaf.codes.dtype == jnp.int8 and leaf.dtype == dtype for leaf in compact_leaves(found.params))
+    assert len(compact_leaves(found.params)) == sum(leaf.may_be_compact for leaf in table(exact.config))
+    if dtype == "float32":
+        assert_rounded(found.params, exact.params, exact.config)
+
+
+def test_what_is_stored_in_few_bits_is_not_rounded_again(models, tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", WIDE, models.params(WIDE), Kind.Q4_1)
+    assert_same_values(load_target(file, weights="int8").params, load_target(file).params, WIDE)
+
+
+def test_groups_of_zeros_and_of_the_smallest_numbers_are_rounded_to_zeros():
+    matrix = np.zeros((2, 40), np.float32)
+    matrix[1, :3] = 1e-45, -1e-42, 3e-39
+    matrix[1, 32:] = -2.5
+    found = np.asarray(rounded(matrix).astype(jnp.float32))
+    np.testing.assert_allclose(found, np.where(np.abs(matrix) > 1, matrix, 0), rtol=1e-6)
 
 
 def test_weights_of_float32_need_activations_of_float32(models, tmp_path):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from dflash_jax import Engine
-from dflash_jax.checkpoints import save_target
-from dflash_jax.engine import EngineConfig
+from dflash_jax.checkpoints import load_draft, save_draft, save_target
+from dflash_jax.engine import EngineConfig, cost_files
+from dflash_jax.engine.costs import Costs, Round
 from dflash_jax.engine.state import Models
 from dflash_jax.errors import ConfigError
 from dflash_jax.kernels import native
@@ -66,6 +69,45 @@ def test_tokens_are_those_of_the_widened_weights_and_of_plain_decoding():
 def test_plain_xla_serves_them_too():
     pair = in_eight_bits(models(PAIR))
     assert answers(pair, "xla") == answers(widened(pair), "xla")
+
+
+def with_draft(directory, weights):
+    """Tokens and drafted blocks of a configuration whose draft is held so, and the formats of its matrices."""
+    target = {"path": "tests/golden/recall-target"}
+    draft = {"path": str(directory), "width": 7, "weights": weights}
+    engine = Engine.from_config({"target": target, "draft": draft, "engine": SIZES})
+    done = engine.generate(prompts(PAIR)[:3], {"max_tokens": 24, "ignore_eos": True})
+    formats = {matrix.format for matrix in held(engine.models.draft)}
+    return [each.token_ids for each in done], [each.drafted_blocks for each in done], formats
+
+
+@needs_native
+def test_a_draft_may_be_held_in_fewer_bits_than_its_target(tmp_path):
+    pair = models(PAIR)
+    save_draft(tmp_path / "d", pair.draft_config, pair.draft, "bfloat16")
+    tokens, blocks, formats = with_draft(tmp_path / "d", "float32")
+    assert formats == set()
+    assert with_draft(tmp_path / "d", None) == (tokens, blocks, {"BF16"}), "values are the same"
+    same_tokens, others, formats = with_draft(tmp_path / "d", "int8")
+    assert (same_tokens, formats) == (tokens, {"I8"})
+    rounds, fewer = (sum(map(len, each)) for each in (blocks, others))
+    assert fewer <= 1.2 * rounds, "it drafts about as well"
+
+
+@needs_native
+def test_costs_are_kept_apart_by_how_weights_are_held(tmp_path, monkeypatch):
+    monkeypatch.setattr(cost_files, "own_cache", lambda: tmp_path / "cache")
+    pair = models(PAIR)
+    save_draft(tmp_path / "d", pair.draft_config, pair.draft, "bfloat16")
+    drafts = [load_draft(tmp_path / "d", weights=weights).params for weights in ("file", "float32")]
+    short, wide = (Engine(pair.replace(draft=draft), EngineConfig(**SIZES), width="auto") for draft in drafts)
+    assert short.host.models == wide.host.models, "they are the same models"
+    costs = Costs().with_round(Round(1, 8, True, 0), 1.0)
+    short._costs.write(
+        dataclasses.replace(short.host, experience=dataclasses.replace(short.host.experience, costs=costs))
+    )
+    assert short._costs.read(short.host).samples == costs.samples
+    assert not wide._costs.read(wide.host).samples
 
 
 @needs_native

@@ -25,7 +25,7 @@ def test_the_told_memory_is_what_an_engine_of_32_slots_holds(dtype):
 
 
 @pytest.mark.usefixtures("native_code")
-@pytest.mark.parametrize("weights", [None, "file", "float32", "bfloat16"])
+@pytest.mark.parametrize("weights", [None, "file", "float32", "bfloat16", "int8"])
 def test_the_told_memory_is_that_of_weights_as_they_are_held(weights, tmp_path):
     pair = models(None)
     target = str(save_target(tmp_path / "m", pair.target_config, pair.target, "bfloat16"))
