@@ -85,6 +85,27 @@ inline float Sum(Lanes x) {
 #endif
 }
 
+// The sums over four vectors' lanes, to four places: the same bits as of `Sum`, with half the work.
+inline void StoreSums(const Lanes* x, float* to) {
+#if defined(__AVX512F__)
+  const __m512 a = (__m512)x[0], b = (__m512)x[1], c = (__m512)x[2], d = (__m512)x[3];
+  const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  const __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+  const __m512 four = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  const __m512 two = _mm512_add_ps(four, _mm512_permute_ps(four, 0x4e));
+  const __m512 one = _mm512_add_ps(two, _mm512_permute_ps(two, 0xb1));
+  _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_permutexvar_ps(_mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12), one)));
+#elif defined(__AVX__)
+  const __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(x[0], x[1], 0x20), _mm256_permute2f128_ps(x[0], x[1], 0x31));
+  const __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(x[2], x[3], 0x20), _mm256_permute2f128_ps(x[2], x[3], 0x31));
+  const __m256 two = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+  const __m256 one = _mm256_add_ps(two, _mm256_permute_ps(two, 0xb1));  // a a c c, b b d d
+  _mm_storeu_ps(to, _mm_blend_ps(_mm256_castps256_ps128(one), _mm256_extractf128_ps(one, 1), 0b1010));
+#else
+  for (int i = 0; i < 4; ++i) to[i] = Sum(x[i]);
+#endif
+}
+
 // e^x for x <= 0, within two units in the last place; 0 gives 1. Below -87, where it is next to nothing, it is as there.
 inline Lanes Exp(Lanes x) {
   x = x < All(-87.0f) ? All(-87.0f) : x;

@@ -24,6 +24,9 @@ constexpr int kWidened = 18;  // more rows than this meet a block that is widene
 constexpr int kLine = 16;   // floats of a cache's line, at which a vector that is read should begin
 constexpr int kBlock = 24;  // outputs that all rows meet before the next: whole tiles of nearly any width
 
+// What is widened already, and in a core's cache.
+struct Widened : Float32 {};
+
 // Outputs of a tile, which are widened one after the other. Long units keep enough of the matrix on its way with fewer,
 // and take the compiler long enough so.
 template <typename Format>
@@ -62,7 +65,21 @@ inline void Tile(const Codes<Format>& m, const Rows& p, int64_t row, int64_t n, 
   int64_t unit = 0;
   for (int64_t group = 0; unit < units; ++group) {
     const int64_t end = std::min(units, (group + 1) * m.group_units);
-    for (; unit < end; ++unit)
+    for (; unit < end; ++unit) {
+      if constexpr (std::is_same_v<Format, Widened> && kLanes == 16) {
+        // All is in a core's caches, and loads are what limits: each factor is loaded once for all outputs, which takes
+        // the registers of AVX-512.
+        Lanes factors[kRows];
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) factors[r] = Load(x + r * p.inputs + unit * kLanes);
+#pragma GCC unroll 8
+        for (int i = 0; i < kWide; ++i) {
+          const Lanes value = Load(reinterpret_cast<const float*>(w[i]) + unit * kLanes);
+#pragma GCC unroll 8
+          for (int r = 0; r < kRows; ++r) sum[r][i] = MultiplyAdd(factors[r], value, sum[r][i]);
+        }
+        continue;
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < kWide; ++i) {
         const uint8_t* at = w[i] + unit * Format::kBytes;
@@ -74,6 +91,7 @@ inline void Tile(const Codes<Format>& m, const Rows& p, int64_t row, int64_t n, 
             sum[r][i] = MultiplyAdd(Load(factors + r * p.inputs + step * kLanes), value, sum[r][i]);
         });
       }
+    }
   }
   if (const int64_t left = p.inputs - units * Format::kInputs)  // only of formats with as many bytes for each weight
     for (int i = 0; i < kWide; ++i) {
@@ -87,8 +105,13 @@ inline void Tile(const Codes<Format>& m, const Rows& p, int64_t row, int64_t n, 
           if (step * kLanes < left) sum[r][i] = MultiplyAdd(Load(factors[r] + step * kLanes), value, sum[r][i]);
       });
     }
-  for (int r = 0; r < kRows; ++r)
-    for (int64_t i = 0; i < kWide && n + i < to; ++i) p.y[(row + r) * p.stride + n + i] = Sum(sum[r][i]);
+  for (int r = 0; r < kRows; ++r) {
+    float* y = p.y + (row + r) * p.stride + n;
+    constexpr int kFours = kWide / 4 * 4;
+    const int64_t vectors = n + kFours <= to ? kFours : 0;
+    for (int i = 0; i < vectors; i += 4) StoreSums(sum[r] + i, y + i);
+    for (int64_t i = vectors; i < kWide && n + i < to; ++i) y[i] = Sum(sum[r][i]);
+  }
 }
 
 template <int kRows, typename Format>
@@ -114,7 +137,8 @@ void Groups(const Codes<Format>& m, const Rows& p, int64_t from, int64_t to) {
 }
 
 // A matrix of float32.
-inline Codes<Float32> AllFloats(const float* w, int64_t inputs) {
+template <typename Format = Float32>
+inline Codes<Format> AllFloats(const float* w, int64_t inputs) {
   return {reinterpret_cast<const uint8_t*>(w), nullptr, 4 * inputs, 0, inputs + 1};
 }
 
@@ -151,13 +175,12 @@ void Compute(const Codes<Format>& m, const Rows& p, int64_t from, int64_t to) {
   const int64_t step = p.count > kWidened ? Wide<Float32>(kMostRows) : kBlock;
   for (int64_t n = from; n < to; n += kBlock) {
     const int64_t end = std::min<int64_t>(n + kBlock, to);
-    if (widen)
+    if (widen) {
       for (int64_t i = n; i < end; ++i) WidenRow(m, i, p.inputs, buffer + (i - n) * p.inputs);
-    for (int64_t t = n; t < end; t += step)
-      if (widen)
-        Groups(AllFloats(buffer, p.inputs), Rows{p.x, p.y + n, p.count, p.inputs, p.stride}, t - n, std::min(t + step, end) - n);
-      else
-        Groups(m, p, t, std::min(t + step, end));
+      Groups(AllFloats<Widened>(buffer, p.inputs), Rows{p.x, p.y + n, p.count, p.inputs, p.stride}, 0, end - n);
+    } else {
+      for (int64_t t = n; t < end; t += step) Groups(m, p, t, std::min(t + step, end));
+    }
   }
 }
 
