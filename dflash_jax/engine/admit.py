@@ -24,7 +24,8 @@ def admit(host: HostState) -> HostState:
         sequence, pool = host.waiting.first, host.pool
         full = (sequence.to_run - 1) // pool.page_size if host.policy.prefix_cache else 0
         sequence = sequence.hashed(full, pool.page_size)
-        known = lookup(pool, sequence.hashes[:full])
+        wanted = min(full, sequence.shareable // pool.page_size)
+        known = lookup(pool, sequence.hashes[:wanted])
         host, resumption = _resume_from(host, sequence, len(known))
         found, known = len(known), known[: resumption.pages]
         pool = share(pool, known)
@@ -32,14 +33,14 @@ def admit(host: HostState) -> HostState:
         # A page for each running request's next tokens stays untouched, or a newcomer would be
         # admitted only to be preempted in the next round.
         if pool.available < needed + len(host.running):
-            missing = None if found == full else sequence.hashes[found]
+            missing = None if found == wanted else sequence.hashes[found]
             refusal = Refusal(sequence.request, pool.releases, missing, host.checkpoints)
             # What was hashed is kept for the next time.
             host = dataclasses.replace(host, waiting=host.waiting.replace(sequence.id, sequence), refusal=refusal)
             break
         pool, fresh = allocate(pool, needed)
         saved = len(known) * pool.page_size
-        pool = dataclasses.replace(pool, hits=pool.hits + len(known), misses=pool.misses + full - len(known))
+        pool = dataclasses.replace(pool, hits=pool.hits + len(known), misses=pool.misses + wanted - len(known))
         counters = host.counters.plus(prefix_tokens_saved=saved)
         if host.checkpoints is not None and found:
             again = (found - len(known)) * pool.page_size

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.engine.logprob_records import MAX_LOGPROBS
 from dflash_jax.errors import RequestError, cut, quote
 from dflash_jax.settings import suggest
 
@@ -34,6 +35,10 @@ class SamplingParams:
       stop_token_ids: further token ids that end it, beside the model's own.
       ignore_eos: go on past the model's end-of-sequence tokens.
       speculation: draft for this request; False decodes it plainly.
+      logprobs: return the log-probability of each output token and those of so many of the most likely tokens at its
+        place, 0 to `MAX_LOGPROBS`; None returns none. They are of the target's logits as they are, before temperature,
+        top-k, top-p and min-p (what vLLM calls `raw_logprobs`).
+      prompt_logprobs: the same for the tokens of the prompt. Such a prompt is run whole: cached pages hold no logits.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: let the text end with the stop string that ended it.
 
@@ -51,6 +56,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -73,6 +80,13 @@ class SamplingParams:
         self._require(
             "stop_token_ids", all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids), "a list of token ids"
         )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            self._require(
+                name,
+                count is None or (_is_int(count) and 0 <= count <= MAX_LOGPROBS),
+                f"the number of most likely tokens to return beside each token, 0 to {MAX_LOGPROBS}, or null for none",
+            )
         for name in ("ignore_eos", "speculation", "skip_special_tokens", "include_stop_str_in_output"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
 
