@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 from types import EllipsisType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -105,9 +105,10 @@ def _rows(report: Report, at: int | EllipsisType = ...) -> list[_Row]:
     rows = [*itertools.starmap(_Row, zip(*columns, strict=True))]
     if not beside:
         return rows
-    return [
-        row._replace(**{name: _one_row(found, at, n) for name, found in beside.items()}) for n, row in enumerate(rows)
-    ]
+    for n, row in enumerate(rows):
+        parts: dict[str, Any] = {name: _one_row(found, at, n) for name, found in beside.items()}
+        rows[n] = row._replace(**parts)
+    return rows
 
 
 def _one_row(found: Logprobs, at: int | EllipsisType, row: int) -> Logprobs:

@@ -63,6 +63,7 @@ class Completion:
       logprobs: one record for each of `token_ids`, if the request asked for log-probabilities.
       prompt_logprobs: one for each token of the prompt, if it asked for those; None stands for the first, which
         follows nothing. A request that ended before its whole prompt was run has as many as were run.
+      others: what `generate` returns of a prompt's samples after the first, which is this one; see `samples`.
     """
 
     id: str
@@ -78,6 +79,12 @@ class Completion:
     verified_per_round: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    others: tuple[Completion, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Completion, ...]:
+        """All samples of the prompt in order, this one the first of them; only this one where `n` is 1."""
+        return (self, *self.others)
 
     def __repr__(self) -> str:
         return display.completion_text(self)

@@ -273,10 +273,10 @@ def _update_from_json(values: dict[str, Any]) -> Update:
     completion = values["completion"]
     if completion is not None:
         blocks = tuple(tuple(block) for block in completion["drafted_blocks"])
-        lists = {name: tuple(completion[name]) for name in ("token_ids", "produced_per_round", "verified_per_round")}
+        lists = ("token_ids", "produced_per_round", "verified_per_round", "others")
         metrics = Metrics(**completion["metrics"])
         others = {"drafted_blocks": blocks, "metrics": metrics, **_logprobs_from_json(completion)}
-        completion = Completion(**{**completion, **lists, **others})
+        completion = Completion(**{**completion, **{name: tuple(completion[name]) for name in lists}, **others})
     return Update(values["id"], tuple(values["token_ids"]), values["text"], completion, **_logprobs_from_json(values))
 
 

@@ -56,7 +56,7 @@ class Echo:
         ids, self.queue = self.queue, []
         return [Update(i, (1,), "x", Completion(i, 1, (1,), "x", "length", None, None, METRICS, (), ())) for i in ids]
 
-    def warmup(self, *, requests, plain):
+    def warmup(self, *, requests, plain, sampling):
         assert requests >= 1 and plain >= 0
 
     def counters(self):
