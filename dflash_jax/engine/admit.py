@@ -77,7 +77,8 @@ _LOOKED_THROUGH = 64
 def _next(host: HostState) -> Sequence | None:
     """The first request in the queue that need not wait for a prompt that is being run."""
     running = [each for each in host.running if not each.decoding and shares_pages(host.policy, each)]
-    if not running:
+    keeps_nothing = host.checkpoints is not None and not host.checkpoints.capacity
+    if not running or keeps_nothing:
         return host.waiting.first
     few = host.waiting.head(_LOOKED_THROUGH)
     return next((each for each in few if not any(_is_running(other, each, host) for other in running)), None)

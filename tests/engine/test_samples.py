@@ -53,7 +53,9 @@ def test_samples_that_wait_for_their_prompt_let_others_pass():
 
 
 def test_samples_do_not_wait_where_nothing_can_be_shared():
-    for served, prompt in ((engine(PAIR, prefix_cache=False), prompts(PAIR)[4]), (engine(PAIR), prompts(PAIR)[0])):
+    uncached, short = (engine(PAIR, prefix_cache=False), prompts(PAIR)[4]), (engine(PAIR), prompts(PAIR)[0])
+    without_states = engine(HYBRID, checkpoints=0), max(prompts(HYBRID), key=len)
+    for served, prompt in (uncached, short, without_states):
         served.add_request(prompt, {**HOT, "n": 3}, request_id="0")
         served.step()
         assert len(served.host.running) == 3
