@@ -2,8 +2,9 @@
 
 Requests are served in the order they came, save that one whose very prompt another is running waits
 for its pages. One is admitted when a slot is free and its whole prompt has pages, so requests that
-prefill never wait for each other to give pages back; pages for what it produces come round by round. When they run out the newest request gives its pages back and waits at the head of the
-queue: the oldest always advances, so everything finishes.
+prefill never wait for more; pages for what it produces come round by round. When they run out the
+newest request gives its pages back and waits at the head of the queue: the oldest always advances,
+so everything finishes.
 
 A plan lists the step's rows. Which request sits in which row is written nowhere else: `idx_mapping` is
 made of the plan, whole, in every step.
