@@ -185,7 +185,7 @@ class Engine:
         return self._add(read_prompt(prompt, sampling, parameters), request_id)
 
     def _add(self, asked: Asked, request_id: str | None = None) -> str:
-        tokens = tokenize(asked.prompt, self.tokenizer)
+        tokens = self.tokenize(asked.prompt)
         request_id = asked.request_id if request_id is None else request_id
         with self._lock:
             host = self.host

@@ -78,6 +78,6 @@ def prompt_logprobs(
     found = jax.lax.map(of_piece, jax.tree.map(in_pieces, flat))
 
     def as_chunks(values: Array) -> Array:
-        return values.reshape(-1, *values.shape[2:])[:count].reshape(*following.shape, *values.shape[2:])
+        return values.reshape(pieces * _AT_ONCE, *values.shape[2:])[:count].reshape(*following.shape, *values.shape[2:])
 
     return jax.tree.map(as_chunks, found)

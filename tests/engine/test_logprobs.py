@@ -298,3 +298,16 @@ def test_more_tokens_than_a_vocabulary_has_are_all_of_it():
     for record in completion.logprobs:
         assert sorted(one.token_id for one in record.top) == list(range(8))
         assert abs(sum(np.exp(one.logprob) for one in record.top) - 1) < 1e-5
+
+
+@pytest.mark.parametrize("wanted", [{"logprobs": 0}, {"prompt_logprobs": 0}, {"logprobs": 0, "prompt_logprobs": 0}])
+def test_none_of_the_most_likely_tokens_leaves_the_tokens_own(wanted):
+    [completion] = engine(PAIR).generate(
+        prompts(PAIR)[:1], {**GREEDY, "logprobs": None, "prompt_logprobs": None, **wanted}
+    )
+    assert (completion.logprobs is None, completion.prompt_logprobs is None) == (
+        "logprobs" not in wanted,
+        "prompt_logprobs" not in wanted,
+    )
+    records = [*(completion.logprobs or ()), *(completion.prompt_logprobs or (None,))[1:]]
+    assert all(record.top == () and record.rank >= 1 for record in records)
