@@ -122,7 +122,7 @@ class Update:
             text,
             later.completion,
             None if self.logprobs is None else self.logprobs + (later.logprobs or ()),
-            self.prompt_logprobs,
+            later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
         )
 
 

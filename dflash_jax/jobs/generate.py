@@ -271,8 +271,10 @@ class _Job:
         if self._resumption is None:
             self._resumption = self._resume(engine)
         try:
-            for name, sampling in self._resumption.claim(item):
-                engine.add_request(item.prompt, sampling, request_id=name)
+            missing = self._resumption.claim(item)
+            tokens = engine.tokenize(item.prompt) if missing else ()
+            for name, sampling in missing:
+                engine.add_request(tokens, sampling, request_id=name)
         except RequestError as error:
             self._refuse(item.id, item.line, str(error))
         except (DflashError, MemoryError):

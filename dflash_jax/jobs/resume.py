@@ -28,16 +28,18 @@ class Resumption:
         Raises:
           RequestError: the line's prompt cannot be tokenized.
         """
-        missing = []
-        for name, sampling in samples_of(str(item.id), item.sampling):
+        samples = samples_of(str(item.id), item.sampling)
+        if not any(name in self._open for name, _ in samples):
+            return samples
+        missing, prompt = [], self._engine.tokenize(item.prompt)
+        for name, sampling in samples:
             request = self._open.get(name)
-            if request is None:
-                missing.append((name, sampling))
-            elif self._engine.tokenize(item.prompt) != request.prompt or sampling != request.sampling:
-                self._drop(name)
-                missing.append((name, sampling))
-            else:
+            if request is not None and (prompt, sampling) == (request.prompt, request.sampling):
                 del self._open[name]
+                continue
+            if request is not None:
+                self._drop(name)
+            missing.append((name, sampling))
         return missing
 
     def drop_unclaimed(self) -> None:
