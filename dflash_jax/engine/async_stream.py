@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ from dflash_jax.engine.output import Update
 T = TypeVar("T")
 
 
-async def stream_async(begin: Callable[[], Generator[Update, None, None]]) -> AsyncIterator[Update]:
+async def stream_async(begin: Callable[[], Generator[Update, None, None]]) -> AsyncGenerator[Update, None]:
     """The updates of a stream.
 
     When it is closed or its task is cancelled, the stream is closed in its thread, as soon as the step under way is

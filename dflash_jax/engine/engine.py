@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -300,7 +300,7 @@ class Engine:
 
     def stream_async(
         self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None, **parameters: Any
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncGenerator[Update, None]:
         """The same for `async for`: the event loop goes on while the engine works, in a thread of the stream's own.
 
         Several streams may run at once; their requests share the engine's steps. Cancelling the task that iterates, or
