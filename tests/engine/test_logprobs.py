@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from dflash_jax import Completion, Engine, EngineConfig, RequestError, SamplingParams
+from dflash_jax import Completion, Engine, EngineConfig, InvariantError, RequestError, SamplingParams
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Models
+from dflash_jax.engine.containers import Log
 from dflash_jax.engine.host import preempt
 from dflash_jax.engine.logprob_records import MAX_LOGPROBS, TokenLogprob
+from dflash_jax.functional import check_state
 from tests.byte_tokenizer import byte_tokenizer
 from tests.engine.test_snapshots import finish
 from tests.full_forward import full_logprobs, log_softmax
@@ -311,3 +313,20 @@ def test_none_of_the_most_likely_tokens_leaves_the_tokens_own(wanted):
     )
     records = [*(completion.logprobs or ()), *(completion.prompt_logprobs or (None,))[1:]]
     assert all(record.top == () and record.rank >= 1 for record in records)
+
+
+def test_a_log_probability_that_is_missing_or_of_another_token_is_noticed():
+    served = engine(PAIR, prefill_chunk=16)
+    served.add_request(prompts(PAIR)[3], GREEDY, request_id="0")
+    served.add_request(prompts(PAIR)[0], {"max_tokens": 20}, request_id="unasked")
+    for _ in range(5):
+        check_state(served.models, served.host, served.state)
+        served.step()
+    sequence = served.host.running.get("0")
+    for name in ("logprobs", "prompt_logprobs"):
+        records = getattr(sequence, name)
+        for damaged in (records[:-1], (records[0], *records)):
+            broken = served.host.running.replace("0", dataclasses.replace(sequence, **{name: Log(damaged)}))
+            host = dataclasses.replace(served.host, running=broken)
+            with pytest.raises(InvariantError, match="logprobs_complete: request '0' has"):
+                check_state(served.models, host, served.state)
