@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 if TYPE_CHECKING:
     from dflash_jax.compiling import CompileWatch
+    from dflash_jax.engine.output import Update
 
 LINE_SECONDS = 10.0
 """Between two lines where there is no terminal, whatever the program is busy with."""
@@ -146,3 +148,19 @@ class Bar:
                 self._tell_if_due()
             elif self._watch is not None and self._watch.current is not None:
                 self._progress.update(self._task, description=escape(self._compiling() or self._state()))
+
+
+def shown(updates: Iterable[Update], total: int) -> Iterator[Update]:
+    """Updates of requests, with a bar of how many have finished and of how many tokens came.
+
+    Args:
+      updates: of the requests.
+      total: how many requests there are.
+    """
+    done = tokens = 0
+    with Bar("generating", total, each="answer") as bar:
+        begin = time.monotonic()
+        for update in updates:
+            tokens, done = tokens + len(update.token_ids), done + (update.completion is not None)
+            bar.at(done, f"{tokens / max(time.monotonic() - begin, 1e-9):.0f} tokens/s")
+            yield update
