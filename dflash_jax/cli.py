@@ -6,6 +6,7 @@ nor a mistake waits for it.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
@@ -311,6 +312,9 @@ def main() -> None:
     """Runs the command line; what a user did wrong is one sentence on stderr and exit code 2."""
     from dflash_jax.signals import Stopped
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An answer may have characters that a terminal's encoding has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             app()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,11 +38,11 @@ def _check_path(path: str) -> str:
         raise ValueError("a path has at least one character")
     if "\0" in path:
         raise ValueError("a path cannot have a NUL character")
-    return path
+    return os.path.expanduser(path)
 
 
 PathText = Annotated[str, AfterValidator(_check_path)]
-"""A path, or another name of a file, as a config gives it."""
+"""A path, or another name of a file, as a config gives it; ~ is the home directory."""
 
 
 _MERGE = "tag:yaml.org,2002:merge"
