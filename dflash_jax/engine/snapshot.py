@@ -68,7 +68,7 @@ def save(directory: Path, state: EngineState, snapshot: HostSnapshot) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     with checkpointing().StandardCheckpointer() as checkpointer:
-        checkpointer.save(staging / _STATE, state)
+        checkpointer.save(staging / _STATE, _without_empty(state))
     (staging / _HOST).write_text(json.dumps(_to_json(snapshot)), encoding="utf-8")
     files = {str(f.relative_to(staging)): digest(f) for f in sorted(staging.rglob("*")) if f.is_file()}
     (staging / _FILES).write_text(json.dumps(files), encoding="utf-8")
@@ -79,6 +79,11 @@ def save(directory: Path, state: EngineState, snapshot: HostSnapshot) -> None:
         directory.rename(old)
     staging.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _without_empty(state: EngineState) -> EngineState:
+    """The state with None for arrays of no size, as those of no checkpoints are. Orbax writes none."""
+    return jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
 
 
 def load_host(directory: Path) -> HostSnapshot:
@@ -131,8 +136,9 @@ def load_state(directory: Path, like: EngineState) -> EngineState:
     place = _find(directory).absolute() / _STATE
     try:
         with checkpointing().StandardCheckpointer() as checkpointer:
-            abstract = jax.tree.map(checkpointing().utils.to_shape_dtype_struct, like)
-            return checkpointer.restore(place, abstract)
+            abstract = jax.tree.map(checkpointing().utils.to_shape_dtype_struct, _without_empty(like))
+            found = checkpointer.restore(place, abstract)
+            return jax.tree.map(lambda leaf, saved: leaf if saved is None else saved, like, found)
     except MemoryError:
         raise
     except Exception as error:  # Orbax and TensorStore raise whatever their parsers do, bare exceptions among it
