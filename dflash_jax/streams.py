@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 STDIN = "-"
 """The name of the standard input among paths."""
@@ -62,7 +62,7 @@ def open_stream(path: str | Path, cancelled: Callable[[], bool] = lambda: False)
     return copy
 
 
-def open_file(path: str | Path, mode: str = "rb") -> BinaryIO:
+def open_file(path: str | Path, mode: Literal["rb", "ab"] = "rb") -> BinaryIO:
     """Opens a file of the disk, which can be read more than once; a new one where the mode makes one.
 
     Args:

@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated, BinaryIO
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -94,7 +94,7 @@ def repair(path: Path) -> set[int]:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[IO[bytes]]:
+def _open(path: Path) -> Iterator[gzip.GzipFile | BinaryIO]:
     with open_stream(path) as file:
         if path.suffix == ".gz":
             with gzip.open(file) as unpacked:
