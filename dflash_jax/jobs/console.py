@@ -16,9 +16,9 @@ from rich.table import Table
 from dflash_jax.acceptance import Acceptance, total_acceptance
 from dflash_jax.compiling import CompileWatch
 from dflash_jax.engine import Engine
+from dflash_jax.jobs.ledger import Result
 from dflash_jax.jobs.reader import Item
 from dflash_jax.jobs.summary import summary_path
-from dflash_jax.jobs.writer import Result
 from dflash_jax.kernels.compact import Compact, is_compact
 from dflash_jax.progress import Bar
 
@@ -40,6 +40,7 @@ class JobConsole:
         self._samples = samples
         self._shown: list[tuple[Item, Result]] = []
         self._errors: list[str] = []
+        self._failed = 0
         self._worked = False
         self._recent: deque[tuple[float, int]] = deque()
         self._acceptance, self._done = Acceptance(), 0
@@ -105,7 +106,7 @@ class JobConsole:
         self._worked = True
         self._acceptance += total_acceptance([result["metrics"]])
         if result["finish_reason"] == "error":
-            self._errors.append(f"{result['id']}: {result['error']}")
+            self._note_error(f"{result['id']}: {result['error']}")
         elif len(self._shown) < self._samples:
             self._shown.append((item, result))
         self._advance()
@@ -113,8 +114,13 @@ class JobConsole:
     def refused(self, result: Result) -> None:
         """An input line could not be run."""
         self._worked = True
-        self._errors.append(result["error"])
+        self._note_error(result["error"])
         self._advance()
+
+    def _note_error(self, error: str) -> None:
+        self._failed += 1
+        if len(self._errors) < _ERRORS_SHOWN:
+            self._errors.append(error)
 
     def _advance(self) -> None:
         self._done += 1
@@ -142,10 +148,10 @@ class JobConsole:
         if found.get("reason"):
             console.print(escape(found["reason"]), soft_wrap=True)
         console.print(summary_table(found))
-        for error in self._errors[:_ERRORS_SHOWN]:
+        for error in self._errors:
             console.print(f"[red]error[/red] {escape(error)}", soft_wrap=True)
-        if len(self._errors) > _ERRORS_SHOWN:
-            console.print(f"... and {len(self._errors) - _ERRORS_SHOWN} more errors, in the output", soft_wrap=True)
+        if self._failed > len(self._errors):
+            console.print(f"... and {self._failed - len(self._errors)} more errors, in the output", soft_wrap=True)
         console.print(f"answers: {escape(found['output'])}", soft_wrap=True)
         console.print(f"summary: {escape(str(summary_path(found['output'])))}", soft_wrap=True)
 

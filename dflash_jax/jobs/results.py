@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dflash_jax.engine.output import Completion, Metrics
-from dflash_jax.jobs.writer import Result
+from dflash_jax.jobs.ledger import Result
 
 NO_METRICS = Metrics(
     drafts_proposed=0,
@@ -43,7 +43,7 @@ def answer(item_id: str | int, completion: Completion, *, trace: bool) -> Result
     return result
 
 
-def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Result:
+def refusal(item_id: str | int, line: int, error: str, *, trace: bool, row: str = "line") -> Result:
     """The result of an input line that cannot be run."""
     result: Result = {
         "id": item_id,
@@ -54,7 +54,7 @@ def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Result
         "metrics": _plain(NO_METRICS),
         "fallback": None,
         "line": line,
-        "error": f"line {line}: {error}",
+        "error": f"{row} {line}: {error}",
     }
     if trace:
         result["trace"] = {"produced_per_round": [], "drafted_blocks": [], "verified_per_round": []}

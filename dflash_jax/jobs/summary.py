@@ -9,11 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dflash_jax.acceptance import Acceptance, total_acceptance
 from dflash_jax.errors import ConfigError, quote
-from dflash_jax.jobs.writer import Result
+from dflash_jax.jobs.ledger import Result
+from dflash_jax.jobs.spread import Spread
 from dflash_jax.writing import replace_file
 
 REASONS = ("stop", "length", "abort", "error")
@@ -32,7 +31,7 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
     """Counts, acceptance and times over all results of an output file, whichever run wrote them."""
     reasons: Counter[str] = Counter()
     sums: Counter[str] = Counter()
-    times: dict[str, list[float]] = {"ttft_s": [], "tpot_s": []}
+    times = {"ttft_s": Spread(), "tpot_s": Spread()}
     acceptance = Acceptance()
     for result in results:
         metrics = result.get("metrics") or {}
@@ -45,14 +44,14 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
             sums[name] += metrics.get(name) or 0
         for name, values in times.items():
             if metrics.get(name) is not None:
-                values.append(metrics[name])
+                values.add(metrics[name])
     return {
         "requests": {"total": reasons.total(), **{reason: reasons[reason] for reason in REASONS}},
         "prompt_tokens": sums["prompt_tokens"],
         "output_tokens": sums["output_tokens"],
         **acceptance.counts(),
         **acceptance.ratios(digits=6),
-        **{name: _spread(values) for name, values in times.items()},
+        **{name: values.figures() for name, values in times.items()},
         "fallbacks": sums["fallbacks"],
         "preemptions": sums["preemptions"],
         "cached_tokens": sums["cached_tokens"],
@@ -110,11 +109,3 @@ def check_identity(output: str | Path, earlier: Mapping[str, Any], settings: Map
 def versions() -> dict[str, str]:
     """What the figures were made with."""
     return {name: importlib.metadata.version(name) for name in ("dflash_jax", "jax", "jaxlib")}
-
-
-def _spread(values: list[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    array = np.array(values)
-    spread = {"mean": array.mean(), "p50": np.quantile(array, 0.5), "p95": np.quantile(array, 0.95)}
-    return {name: round(float(value), 6) for name, value in spread.items()}
