@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from openai.types import Batch, Completion
+from openai.types import Completion
 from openai.types.chat import ChatCompletion
-from openai.types.chat.completion_create_params import CompletionCreateParamsNonStreaming
 
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.jobs.config import InputFile
 from dflash_jax.jobs.formats.openai_output import errors_path, from_line, to_line
 from dflash_jax.jobs.reader import BadLine, read_items
 from tests.jobs.recall_job import CASES
-
-assert Batch and CompletionCreateParamsNonStreaming
 
 
 def request(custom_id, url="/v1/completions", method="POST", **body):
@@ -54,7 +51,8 @@ def test_a_batch_is_answered_in_the_official_packages_types(job):
         assert set(line) == {"id", "custom_id", "response", "error"} and line["error"] is None
         assert line["response"]["status_code"] == 200
         body = Completion.model_validate(line["response"]["body"])
-        assert body.model == "recall" and body.usage.prompt_tokens == len(CASES[0]["prompt"])
+        prompt = CASES[0 if line["custom_id"] == "a" else 1]["prompt"]
+        assert body.model == "recall" and body.usage.prompt_tokens == len(prompt)
         assert body.choices[0].finish_reason in ("stop", "length")
         own = line["response"]["body"]["dflash_jax"]
         assert len(own["token_ids"]) == body.usage.completion_tokens and "accept_rate" in own["metrics"]

@@ -72,7 +72,7 @@ def test_every_result_is_read_back_as_it_was_written(path):
     rows = [
         answer("a", text="é\u2028"),
         answer("b", trace={"produced_per_round": [1, 2]}, finish_reason="error", error="it broke"),
-        answer("c", metrics={**METRICS, "new": [1, 2]}),
+        answer("c", metrics={**METRICS, "new": 5}),
         {**refusal("d", 4, "no prompt", trace=False)},
     ]
     with open_(path) as results:

@@ -111,9 +111,9 @@ def test_a_dataset_on_disk_is_read_with_and_without_splits(tmp_path):
     write_dataset(TABLE.slice(0, 1), tmp_path / "sets" / "test")
     (tmp_path / "sets" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     assert [item.prompt for item in read(tmp_path / "sets", split="test")] == ["one"]
-    with pytest.raises(ConfigError, match="has the splits train, test; input.split must name one of them"):
+    with pytest.raises(ConfigError, match=r"has the splits train, test; input.split must name one of them"):
         read(tmp_path / "sets")
-    with pytest.raises(ConfigError, match="train, test; input.split is 'dev'"):
+    with pytest.raises(ConfigError, match=r"train, test; input.split is 'dev'"):
         read(tmp_path / "sets", split="dev")
 
 
