@@ -42,7 +42,7 @@ def test_a_batch_is_answered_in_the_official_packages_types(job):
     job.prompts(
         request("a", max_tokens=12),
         request("b", prompt=[CASES[1]["prompt"]], temperature=0.7, seed=3),
-        request("c", presence_penalty=float("1"), max_tokens=12, suffix="x"),
+        request("c", max_tokens=12, suffix="x"),
     )
     job.run()
     answers, errors = lines(job.output), lines(errors_path(job.output))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.training.run.callbacks import Callback
 from dflash_jax.writing import replace_file
 
 
@@ -17,19 +18,25 @@ class MetricsLog:
     Args:
       file: where to; appended to.
       step: where the run is.
+      callbacks: are told of each line.
+
+    Attributes:
+      over: whether one of them wants the run to end.
     """
 
-    def __init__(self, file: Path, step: int):
+    def __init__(self, file: Path, step: int, callbacks: Callback):
         kept = [line for line in read_metrics(file) if line["step"] <= step] if file.exists() else []
         content = "".join(json.dumps(line) + "\n" for line in kept)
         if not file.exists() or file.read_bytes() != content.encode():
             replace_file(file, content)
         self._stream = file.open("a")
+        self._callbacks, self.over = callbacks, False
 
     def write(self, step: int, kind: str, figures: dict[str, Any]) -> None:
         """Adds a line."""
         self._stream.write(json.dumps({"step": step, "kind": kind, **figures}) + "\n")
         self._stream.flush()
+        self.over = bool(self._callbacks.metrics(step, kind, figures)) or self.over
 
     def close(self) -> None:
         """Closes the file."""
