@@ -61,22 +61,31 @@ def write_config(directory: Path, output: str) -> Path:
     return path
 
 
-def run(config: Path, kill_after: float | None, begin: float) -> tuple[bool, list[tuple[float, int]]]:
-    """Runs the job, or kills it so many seconds after its start; whether it ended by itself, and its memory."""
+def run(config: Path, output: Path, kill_after: float | None, begin: float) -> tuple[bool, list[tuple[float, int]]]:
+    """Runs the job, or kills it so many seconds after its first rows; whether it ended by itself, and its memory."""
     command = [sys.executable, "-m", "dflash_jax", "generate", str(config), "--quiet"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    before, writing = stored(output), None
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    watched, started, found = psutil.Process(process.pid), time.monotonic(), []
+    watched, found = psutil.Process(process.pid), []
     while process.poll() is None:
         found.append((time.monotonic() - begin, watched.memory_info().rss))
-        if kill_after is not None and time.monotonic() - started > kill_after:
+        if writing is None and stored(output) != before:
+            writing = time.monotonic()
+        if kill_after is not None and writing is not None and time.monotonic() - writing > kill_after:
             process.send_signal(signal.SIGKILL)
             process.wait()
             return False, found
-        time.sleep(0.5)
+        time.sleep(0.25)
     if process.returncode:
         sys.exit(f"the job ended with {process.returncode}")
     return True, found
+
+
+def stored(output: Path) -> int:
+    """Bytes of an output."""
+    files = output.iterdir() if output.is_dir() else [output] if output.exists() else []
+    return sum(file.stat().st_size for file in files)
 
 
 def main() -> None:
@@ -95,13 +104,13 @@ def main() -> None:
         output = directory / _OUTPUTS[options.output]
         begin = time.monotonic()
         for number in range(options.kills):
-            ended, found = run(config, rng.uniform(15, 40), begin)
+            ended, found = run(config, output, rng.uniform(1, 30), begin)
             if ended:
                 sys.exit(f"the job ended before its kill number {number + 1}; give it more --rows")
             print(
                 f"killed with {sum(1 for _ in read_output(output))} rows, at {found[-1][1] / 2**20:.0f} MiB", flush=True
             )
-        _, found = run(config, None, begin)
+        _, found = run(config, output, None, begin)
         size = len(found)
         for share in (0.25, 0.5, 0.75, 1.0):
             seconds, memory = found[max(0, int(size * share) - 2)]

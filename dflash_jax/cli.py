@@ -96,6 +96,9 @@ def generate(
         from dflash_jax.jobs.config import load_job
 
         job = load_job(config, set_ or ())
+        from dflash_jax.jobs.preflight import check_files
+
+        check_files(job)
         from dflash_jax.compile_cache import enable_compile_cache
         from dflash_jax.jobs.console import JobConsole
         from dflash_jax.jobs.dry_run import dry_run, print_dry_run
