@@ -124,6 +124,29 @@ def _exit_for(failed: int, lines: int, fail_on_error: bool) -> None:
 
 
 @app.command()
+def report(
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="What a job has as output.path.")],
+    png: Annotated[_Text, typer.Option(help="Where the picture goes; OUTPUT.report.png by default.")] = None,
+) -> None:
+    """Tell what a job came to: acceptance by position, the speed of each run, and a picture."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from dflash_jax.jobs.report import position_table, read_report, run_table, write_plot
+    from dflash_jax.jobs.summary_table import summary_table
+
+    found = read_report(output)
+    console = Console(highlight=False)
+    for table in (summary_table(found), position_table(found), run_table(found)):
+        if table is not None:
+            console.print(table)
+    picture = Path(png) if png is not None else Path(output).with_name(Path(output).name + ".report.png")
+    write_plot(found, picture)
+    print(f"plot: {picture}")
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A directory, a .gguf file, wheel:NAME==VERSION, or a hub id.")],
     draft: Annotated[_Text, typer.Option(help="A draft to go with it.")] = None,

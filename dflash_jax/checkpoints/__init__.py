@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dflash_jax.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from dflash_jax.checkpoints.describe import Description, describe
+    from dflash_jax.checkpoints.description import Description, describe
     from dflash_jax.checkpoints.load import LoadedDraft, LoadedTarget, load_draft, load_target
     from dflash_jax.checkpoints.orbax_io import restore_params, save_params
     from dflash_jax.checkpoints.save import save_draft, save_target
@@ -33,7 +33,7 @@ __all__ = [
 __getattr__, __dir__ = lazy_exports(
     __name__,
     {
-        "describe": ["Description", "describe"],
+        "description": ["Description", "describe"],
         "load": ["LoadedDraft", "LoadedTarget", "load_draft", "load_target"],
         "orbax_io": ["restore_params", "save_params"],
         "save": ["save_draft", "save_target"],

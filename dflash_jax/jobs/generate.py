@@ -180,6 +180,7 @@ class _Job:
             max_tokens=self._config.report.compare_tokens,
             clock=self._watch.clock,
             seconds=_COMPARISON * self._seconds,
+            most_seconds=self._seconds,
             acceptance=total_acceptance(result.get("metrics") or {} for result in self._output.results()),
         )
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from dflash_jax.engine.output import Completion, Metrics
 from dflash_jax.jobs.ledger import Result
+from dflash_jax.jobs.positions import positions_of
 
 NO_METRICS = Metrics(
     drafts_proposed=0,
@@ -31,6 +32,7 @@ def answer(item_id: str | int, completion: Completion, *, trace: bool) -> Result
         "prompt_tokens": completion.prompt_tokens,
         "metrics": _plain(completion.metrics),
         "fallback": completion.fallback,
+        "positions": positions_of(completion).counts(),
     }
     if completion.error is not None:
         result["error"] = completion.error

@@ -12,6 +12,7 @@ from typing import Any
 from dflash_jax.acceptance import Acceptance, total_acceptance
 from dflash_jax.errors import ConfigError, quote
 from dflash_jax.jobs.ledger import Result
+from dflash_jax.jobs.positions import Positions, positions_in
 from dflash_jax.jobs.spread import Spread
 from dflash_jax.writing import replace_file
 
@@ -32,7 +33,7 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
     reasons: Counter[str] = Counter()
     sums: Counter[str] = Counter()
     times = {"ttft_s": Spread(), "tpot_s": Spread()}
-    acceptance = Acceptance()
+    acceptance, positions = Acceptance(), Positions()
     for result in results:
         metrics = result.get("metrics") or {}
         reasons[result["finish_reason"]] += 1
@@ -40,6 +41,7 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
         sums["output_tokens"] += len(result.get("token_ids", ()))
         sums["fallbacks"] += result.get("fallback") is not None
         acceptance += total_acceptance([metrics])
+        positions += positions_in(result)
         for name in ("preemptions", "cached_tokens"):
             sums[name] += metrics.get(name) or 0
         for name, values in times.items():
@@ -51,6 +53,7 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
         "output_tokens": sums["output_tokens"],
         **acceptance.counts(),
         **acceptance.ratios(digits=6),
+        "acceptance_by_position": {**positions.counts(), "rate": positions.rates()},
         **{name: values.figures() for name, values in times.items()},
         "fallbacks": sums["fallbacks"],
         "preemptions": sums["preemptions"],

@@ -222,6 +222,7 @@ def read_part(pyarrow: Any, part: Path) -> Iterator[Result]:
 
 def schema(pyarrow: Any) -> Any:
     """The columns."""
+    counts = pyarrow.list_(pyarrow.int64())
     return pyarrow.schema(
         [
             ("id", pyarrow.string()),
@@ -231,6 +232,7 @@ def schema(pyarrow: Any) -> Any:
             ("prompt_tokens", pyarrow.int64()),
             ("metrics", pyarrow.struct([(name, pyarrow.type_for_alias(kind)) for name, kind in _numbers().items()])),
             ("fallback", pyarrow.string()),
+            ("positions", pyarrow.struct([(name, counts) for name in ("reached", "kept")])),
             ("error", pyarrow.string()),
             ("line", pyarrow.int64()),
             (_MORE, pyarrow.string()),
@@ -238,8 +240,8 @@ def schema(pyarrow: Any) -> Any:
     )
 
 
-_COLUMNS = ("id", "text", "token_ids", "finish_reason", "prompt_tokens", "metrics", "fallback", "error", "line")
-_OPTIONAL = ("error", "line")
+_OPTIONAL = ("positions", "error", "line")
+_COLUMNS = ("id", "text", "token_ids", "finish_reason", "prompt_tokens", "metrics", "fallback", *_OPTIONAL)
 
 
 def _numbers() -> dict[str, str]:
