@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from types import TracebackType
 from typing import Any, Protocol
 
 from dflash_jax.jobs.ledger import Result
@@ -60,7 +61,9 @@ class Results(Protocol):
 
     def __enter__(self) -> Results: ...
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
 
     def has(self, item_id: str | int) -> bool:
         """Whether the answer to an input line is there."""
