@@ -6,7 +6,7 @@ import dataclasses
 
 from dflash_jax.engine.output import Completion, Metrics
 from dflash_jax.jobs.ledger import Result
-from dflash_jax.jobs.positions import positions_of
+from dflash_jax.jobs.positions import Positions, positions_of
 
 NO_METRICS = Metrics(
     drafts_proposed=0,
@@ -55,6 +55,7 @@ def refusal(item_id: str | int, line: int, error: str, *, trace: bool, row: str 
         "prompt_tokens": 0,
         "metrics": _plain(NO_METRICS),
         "fallback": None,
+        "positions": Positions().counts(),
         "line": line,
         "error": f"{row} {line}: {error}",
     }

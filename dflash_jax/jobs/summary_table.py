@@ -43,7 +43,8 @@ def summary_table(found: Mapping[str, Any]) -> Table:
         compared = found["compare_plain"]
         spread = ""
         if "pairs" in compared:
-            spread = f", {compared['speedup_min']:.2f} to {compared['speedup_max']:.2f} in {compared['pairs']} pairs"
+            pairs = f"{compared['pairs']} pair{'s' * (compared['pairs'] != 1)}"
+            spread = f", {compared['speedup_min']:.2f} to {compared['speedup_max']:.2f} in {pairs}"
         table.add_row(
             "speed-up by drafting",
             f"{compared['speedup']:.2f}{spread} ({compared['drafted_tokens_per_s']:,.1f} over "
