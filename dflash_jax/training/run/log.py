@@ -24,13 +24,13 @@ class MetricsLog:
       over: whether one of them wants the run to end.
     """
 
-    def __init__(self, file: Path, step: int, callbacks: Callback):
+    def __init__(self, file: Path, step: int, callbacks: Callback | None = None):
         kept = [line for line in read_metrics(file) if line["step"] <= step] if file.exists() else []
         content = "".join(json.dumps(line) + "\n" for line in kept)
         if not file.exists() or file.read_bytes() != content.encode():
             replace_file(file, content)
         self._stream = file.open("a")
-        self._callbacks, self.over = callbacks, False
+        self._callbacks, self.over = callbacks or Callback(), False
 
     def write(self, step: int, kind: str, figures: dict[str, Any]) -> None:
         """Adds a line."""
