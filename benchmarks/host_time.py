@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 
+import jax
 import numpy as np
 
 from dflash_jax.engine.host import HostState, Policy, add
@@ -48,7 +49,7 @@ class Stub:
             produced = np.where(inputs.idx_mapping >= 0, 1 + self.k // 2, 0).astype(np.int32)
             self.position[inputs.idx_mapping[inputs.idx_mapping >= 0]] += 1 + self.k // 2
             decode = self._report(inputs.idx_mapping, produced, 1 + self.k, self.k)
-            decode = Report(**{name: leaf[None] for name, leaf in vars(decode).items()})
+            decode = jax.tree.map(lambda leaf: leaf[None], decode)
         return None, StepReport(prefill, decode)
 
     def _report(self, mapping: np.ndarray, produced: np.ndarray, width: int, drafts: int) -> Report:

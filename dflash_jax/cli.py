@@ -6,13 +6,14 @@ nor a mistake waits for it.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
 import typer
 
-from dflash_jax.errors import DflashError, cut
+from dflash_jax.errors import DflashError, cut, visible
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -198,12 +199,10 @@ def ladder(
     from dflash_jax.bench.config import load_sweep, parse_levels
 
     settings, levels = load_sweep(config, set_ or ()), parse_levels(concurrency)
-    from rich.console import Console
-
     from dflash_jax.bench.report import sweep_table, write_sweep
     from dflash_jax.bench.sweep import Load, failures, run_sweep
     from dflash_jax.compile_cache import enable_compile_cache
-    from dflash_jax.progress import Bar
+    from dflash_jax.progress import Bar, plain_console
 
     enable_compile_cache()
     given = _given(
@@ -221,7 +220,7 @@ def ladder(
 
         found = run_sweep(settings, levels, Load(**given), note=bar.note, on_level=keep)
     figures, plot = write_sweep(out, found)
-    Console(highlight=False).print(sweep_table(found))
+    plain_console().print(sweep_table(found))
     print(f"prompts: {found['prompts']['source']}\nfigures: {figures}\nplot: {plot}")
     if failed := failures(found):
         print(f"dflash-jax: {failed} requests failed; {figures} says why", file=sys.stderr)
@@ -383,6 +382,9 @@ def main() -> None:
     """Runs the command line; what a user did wrong is one sentence on stderr and exit code 2."""
     from dflash_jax.signals import Stopped
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An answer may have characters that a terminal's encoding has not.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             app()
@@ -400,7 +402,7 @@ def main() -> None:
         name = "a file" if error.filename is None else cut(str(error.filename))
         if error.filename is None and _give_up_stdout():
             name = "the standard output"
-        print(f"dflash-jax: {name} cannot be read or written ({error.strerror or error})", file=sys.stderr)
+        print(f"dflash-jax: {visible(name)} cannot be read or written ({error.strerror or error})", file=sys.stderr)
         sys.exit(2)
 
 

@@ -53,8 +53,8 @@ def own_cache() -> Path | None:
     used = _setting("jax_compilation_cache_dir")
     if not used or not _setting("jax_enable_compilation_cache"):
         return None
-    cache = cache_directory().absolute()
     with contextlib.suppress(OSError):
+        cache = cache_directory().absolute()
         if (cache / "xla").resolve(strict=True) == Path(used):
             return cache
     return None

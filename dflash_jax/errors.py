@@ -1,11 +1,19 @@
 """Errors meant for users: each message is one sentence that says what was wrong and what would be right."""
 
+import re
 import reprlib
 from typing import Any
 
 
 class DflashError(Exception):
-    """Base of every error this package raises on purpose. The command line prints it and exits with 2."""
+    """Base of every error this package raises on purpose. The command line prints it and exits with 2.
+
+    The message is one line, whatever names of files or words of others are in it.
+    """
+
+    def __init__(self, *args: object):
+        """Takes the message; characters in it that would move a terminal's cursor or colour it are written out."""
+        super().__init__(*(visible(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(DflashError, ValueError):
@@ -30,6 +38,20 @@ class StateError(DflashError, RuntimeError):
 
 class InvariantError(DflashError, AssertionError):
     """An engine invariant does not hold. The message begins with the invariant's name."""
+
+
+# Control characters, ends of lines, changes of direction, and halves of surrogate pairs.
+_UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def visible(text: str, keep: str = "") -> str:
+    """A text without what moves a terminal's cursor, colours it or cannot be printed; Python's escapes stand for it.
+
+    Args:
+      text: anything.
+      keep: characters that stay, such as newlines.
+    """
+    return _UNSEEN.sub(lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode(), text)
 
 
 class _Short(reprlib.Repr):

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """The directory of caches: `$DFLASH_JAX_CACHE`, or `~/.cache/dflash_jax`."""
-    return Path(os.environ.get("DFLASH_JAX_CACHE") or Path.home() / ".cache" / "dflash_jax")
+    """The directory of caches: `$DFLASH_JAX_CACHE`, or `~/.cache/dflash_jax`.
+
+    Raises:
+      OSError: neither is there.
+    """
+    if given := os.environ.get("DFLASH_JAX_CACHE"):
+        return Path(given)
+    try:
+        return Path.home() / ".cache" / "dflash_jax"
+    except RuntimeError:
+        raise FileNotFoundError(
+            errno.ENOENT, "this user has no home directory; $DFLASH_JAX_CACHE must name a directory"
+        ) from None
 
 
 def exposure(path: Path) -> str | None:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dflash_jax.errors import visible
 
 if TYPE_CHECKING:
     from dflash_jax.compiling import CompileWatch
+    from dflash_jax.engine.output import Update
 
 LINE_SECONDS = 10.0
 """Between two lines where there is no terminal, whatever the program is busy with."""
 
 LONG_COMPILATION = 1.0
 """Seconds of a compilation that are worth telling."""
+
+
+def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """A console that prints text as it is: paths, prompts and answers may have what looks like markup or emoji."""
+    return Console(stderr=stderr, quiet=quiet, highlight=False, markup=False, emoji=False)
 
 
 class Bar:
@@ -44,8 +52,8 @@ class Bar:
         each: str = "step",
         transient: bool = False,
     ):
-        self._console = console or Console(stderr=True, highlight=False)
-        self._what, self._total, self._done, self._figures = what, total, done, ""
+        self._console = console or plain_console(stderr=True)
+        self._what, self._total, self._done, self._figures = visible(what), total, done, ""
         self._doing: str | None = None
         self._each = each
         self._noted = self._changed = time.monotonic()
@@ -53,16 +61,16 @@ class Bar:
         self._watch, self._own_watch = watch, watch is None
         self._ended = threading.Event()
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[figures]}", markup=False),
             console=self._console,
             transient=transient,
             disable=not self._console.is_terminal,
         )
-        self._task = self._progress.add_task(what, total=total, completed=done, figures="")
+        self._task = self._progress.add_task(self._what, total=total, completed=done, figures="")
         self._pulse = threading.Thread(target=self._beat, daemon=True)
 
     def __enter__(self) -> Bar:
@@ -92,21 +100,21 @@ class Bar:
         if self._state() != before:
             self._changed = time.monotonic()
         self._progress.update(
-            self._task, description=self._what, total=self._total, completed=done, figures=escape(self._figures)
+            self._task, description=self._what, total=self._total, completed=done, figures=self._figures
         )
         self._tell_if_due()
 
     def doing(self, what: str) -> None:
         """Shows what else is being done, until the next `at`."""
-        self._doing, self._changed = what, time.monotonic()
-        self._progress.update(self._task, description=escape(what))
+        self._doing, self._changed = visible(what), time.monotonic()
+        self._progress.update(self._task, description=self._doing)
         if not self._console.is_terminal:
             self._tell()
 
     def note(self, text: str) -> None:
         """Prints a line and keeps the bar."""
         self._noted = time.monotonic()
-        self._console.print(escape(text), soft_wrap=True)
+        self._console.print(visible(text), soft_wrap=True, markup=False, emoji=False)
 
     def compiled(self, program: str, seconds: float, cached: bool) -> None:
         """A program was compiled, or taken from the cache of compiled ones; says so if it took long."""
@@ -145,4 +153,20 @@ class Bar:
             if not self._console.is_terminal:
                 self._tell_if_due()
             elif self._watch is not None and self._watch.current is not None:
-                self._progress.update(self._task, description=escape(self._compiling() or self._state()))
+                self._progress.update(self._task, description=self._compiling() or self._state())
+
+
+def shown(updates: Iterable[Update], total: int) -> Iterator[Update]:
+    """Updates of requests, with a bar of how many have finished and of how many tokens came.
+
+    Args:
+      updates: of the requests.
+      total: how many requests there are.
+    """
+    done = tokens = 0
+    with Bar("generating", total, each="answer") as bar:
+        begin = time.monotonic()
+        for update in updates:
+            tokens, done = tokens + len(update.token_ids), done + (update.completion is not None)
+            bar.at(done, f"{tokens / max(time.monotonic() - begin, 1e-9):.0f} tokens/s")
+            yield update

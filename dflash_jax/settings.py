@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,11 +38,11 @@ def _check_path(path: str) -> str:
         raise ValueError("a path has at least one character")
     if "\0" in path:
         raise ValueError("a path cannot have a NUL character")
-    return path
+    return os.path.expanduser(path)
 
 
 PathText = Annotated[str, AfterValidator(_check_path)]
-"""A path, or another name of a file, as a config gives it."""
+"""A path, or another name of a file, as a config gives it; ~ is the home directory."""
 
 
 _MERGE = "tag:yaml.org,2002:merge"
@@ -50,27 +51,49 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 # PyYAML has its C parser, many times faster, only where it was built with libyaml.
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML as people expect it: 1e-4 is a number, and a key given twice is a mistake."""
+    """YAML as people expect it: 1e-4 is a number, and a key given twice is a mistake.
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == _MERGE:
-                continue
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str | int) and key in seen:
-                problem = f"the key {quote(key)} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-            seen.add(key if isinstance(key, str | int) else None)
-        return super().construct_mapping(node, deep)
+    Of a key that is merged (`<<`), the mapping's own value counts, else that of the first mapping merged which has it.
+    """
 
     def construct_document(self, node: yaml.Node) -> Any:
-        _check_size(node)
+        # Before any mapping is built: building one writes what it merges into the nodes it merges.
+        for mapping in _check_size(node):
+            self._check_keys(mapping)
         return super().construct_document(node)
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        # PyYAML 6.0.4 chooses among equal keys by whether Python happens to hold their texts as one object.
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
+        for key, value in node.value:
+            if key.tag == _MERGE:
+                # Of equal keys the last one counts.
+                for source in reversed(value.value) if isinstance(value, yaml.SequenceNode) else [value]:
+                    if not isinstance(source, yaml.MappingNode):
+                        problem = f"what is merged must be a mapping or a list of mappings, not a {source.id}"
+                        raise yaml.constructor.ConstructorError(None, None, problem, source.start_mark)
+                    self.flatten_mapping(source)
+                    merged += source.value
+        node.value = merged + [pair for pair in node.value if pair[0].tag != _MERGE]
 
-def _check_size(root: yaml.Node) -> None:
-    """Refuses numbers without end, and aliases that unfold without end, before anything is built of them."""
+    def _check_keys(self, mapping: yaml.MappingNode) -> None:
+        seen: set[Any] = set()
+        for node, _ in mapping.value:
+            if isinstance(node, yaml.ScalarNode):
+                key = node.value if node.tag == _MERGE else self.construct_object(node)
+                if key in seen:
+                    problem = f"the key {quote(key)} is given twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, mapping.start_mark)
+                seen.add(key)
+
+
+def _check_size(root: yaml.Node) -> list[yaml.MappingNode]:
+    """Refuses numbers without end, and aliases that unfold without end, before anything is built of them.
+
+    Returns:
+      Each mapping, once.
+    """
+    mappings: list[yaml.MappingNode] = []
     sizes: dict[int, int] = {}
     # A value is on the stack twice: once to look inside, once to add up what is inside.
     stack, within = [(root, False)], set()
@@ -88,9 +111,12 @@ def _check_size(root: yaml.Node) -> None:
         elif id(node) in within:
             raise _too_much(node, "an alias to itself")
         elif id(node) not in sizes:
+            if isinstance(node, yaml.MappingNode):
+                mappings.append(node)
             within.add(id(node))
             stack.append((node, True))
             stack.extend((child, False) for child in _children(node))
+    return mappings
 
 
 def _children(node: yaml.Node) -> Iterator[yaml.Node]:

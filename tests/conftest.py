@@ -26,7 +26,17 @@ if os.environ.get("DFLASH_JAX_TYPECHECK", "1") != "0":
     _PARTS = ["models", "kernels", "sampling", "training"]
     _PARTS += [
         f"engine.{name}"
-        for name in ("state", "steps", "prospects", "verification", "invariants", "pages", "inputs", "identity")
+        for name in (
+            "state",
+            "steps",
+            "prospects",
+            "verification",
+            "logprobs",
+            "invariants",
+            "pages",
+            "inputs",
+            "identity",
+        )
     ]
     install_import_hook([f"dflash_jax.{name}" for name in _PARTS], "tests.shape_checks.check")
 

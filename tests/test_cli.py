@@ -393,3 +393,11 @@ def test_an_option_that_is_not_given_leaves_the_default_to_what_it_is_for(call):
 
     out = call("inspect", GOLDEN / "recall-target")[1]
     assert f"for {EngineConfig().max_model_len} tokens" in out
+
+
+def test_an_answer_that_the_terminal_cannot_show_ends_no_job():
+    """In another process: pytest's own standard output takes everything."""
+    command = "from dflash_jax import cli; cli.app = lambda: print('\\xe9'); cli.main()"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\xe9\n", "")

@@ -3,7 +3,7 @@ import time
 import numpy as np
 import pytest
 
-from dflash_jax.errors import quote
+from dflash_jax.errors import CheckpointError, quote, visible
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,13 @@ def test_what_json_may_hold_can_be_quoted():
     assert quote("\ud800") == "'\\ud800'"
     assert quote("a\nb") == "'a\\nb'"
     assert quote("a" * 50, limit=20) == "'" + "a" * 16 + "..."
+
+
+def test_a_message_is_one_line_whatever_is_in_it():
+    message = str(CheckpointError("a\nb\x1b[31m\x9bc\u2028d\u202ee\ud800\0 é 你 \U0001f600"))
+    assert message == r"a\nb\x1b[31m\x9bc\u2028d\u202ee\ud800\x00 é 你 " + "\U0001f600"
+    message.encode()
+
+
+def test_what_may_stay_stays():
+    assert visible("a\n\tb\r", keep="\n\t") == "a\n\tb\\r"

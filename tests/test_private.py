@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
-from dflash_jax.private import exposure, private_directory, read_private
+from dflash_jax import compile_cache
+from dflash_jax.checkpoints import resolve
+from dflash_jax.checkpoints.staging import new_directory
+from dflash_jax.errors import CheckpointError
+from dflash_jax.jobs.config import JobConfig
+from dflash_jax.private import cache_directory, exposure, private_directory, read_private
+from dflash_jax.training import TrainConfig
 from dflash_jax.writing import replace_file
 
 
@@ -67,3 +74,43 @@ def test_only_plain_files_of_this_user_alone_are_read(tmp_path):
         os.chown(file, 12345, 12345)
         with pytest.raises(PermissionError):
             read_private(file)
+
+
+@pytest.fixture
+def homeless(monkeypatch):
+    """A user whom the system does not know, in an environment that says nothing."""
+    for name in ("HOME", "DFLASH_JAX_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+
+
+def test_without_a_home_there_are_no_caches_and_what_needs_one_says_so(homeless, monkeypatch):
+    with pytest.raises(OSError, match=r"no home directory; \$DFLASH_JAX_CACHE must name"):
+        cache_directory()
+    with pytest.raises(
+        CheckpointError, match=r"^wheel:m==1.0 cannot be kept anywhere: this user has no home directory"
+    ):
+        resolve("wheel:m==1.0")
+    monkeypatch.setattr(compile_cache, "_setting", lambda name: "/tmp")
+    assert compile_cache.own_cache() is None
+    monkeypatch.setattr(compile_cache, "_setting", lambda name: None if name.endswith("dir") else True)
+    compile_cache.enable_compile_cache()
+
+
+def test_the_home_of_nobody_is_a_name_like_any(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="there is no checkpoint '~nobody-at-all/m'"):
+        resolve("~nobody-at-all/m")
+    with pytest.raises(CheckpointError, match="~nobody-at-all/m"), new_directory(Path("~nobody-at-all/m")):
+        raise CheckpointError("~nobody-at-all/m was made")
+
+
+def test_a_tilde_is_the_home_in_every_path_of_a_config(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = {"target": {"path": "~/t"}, "input": {"path": "~/i"}, "output": {"path": "~/o"}}
+    job = JobConfig.model_validate(values)
+    assert [job.target.path, job.input.path, job.output.path] == [f"{tmp_path}/{name}" for name in "tio"]
+    run = TrainConfig.model_validate(
+        {"target": "~/t", "output": "~/o", "draft": {}, "data": {"path": "~/d"}, "optimiser": {"steps": 1}}
+    )
+    assert [run.target, str(run.output), str(run.data.path)] == [f"{tmp_path}/{name}" for name in "tod"]

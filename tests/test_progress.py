@@ -87,3 +87,16 @@ def test_a_log_says_what_is_being_compiled_and_how_long_it_took(monkeypatch):
 
 def test_silence_lasts_ten_seconds_at_most():
     assert progress.LINE_SECONDS <= 10
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_are_no_markup(monkeypatch, terminal):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=terminal, width=100, highlight=False)
+    with Bar("reading [/b]:heart:\x07", 2, console=console) as bar:
+        bar.at(1, "[/i]")
+        bar.doing("loading [/u]")
+        bar.note("[/s] :smile:\n")
+    for text in ("reading [/b]:heart:\\x07", "[/i]", "loading [/u]", "[/s] :smile:\\n"):
+        assert text in stream.getvalue()

@@ -48,6 +48,11 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(read):
     [
         ("a: [1", r"is not YAML \(line"),
         ("a: 1\na: 2", "'a' is given twice"),
+        ("a: {<<: {b: 1}, <<: {c: 2}}", "'<<' is given twice"),
+        ("{1: a, 1.0: b}", "1.0 is given twice"),
+        ("a: {~: 1, ~: 2}", "None is given twice"),
+        ("a: {<<: 1}", "merged must be a mapping or a list of mappings, not a scalar"),
+        ("a: {<<: [[]]}", "not a sequence"),
         ("- 1", "holds a list; a config is a mapping"),
         ("", "holds nothing"),
         (b"a: \xff", "is not UTF-8"),
@@ -185,6 +190,22 @@ def test_a_hostile_file_is_refused_at_once(read, text, says):
         read(text)
     assert time.perf_counter() - begin < 5
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize("a", ["a", "abc"])
+def test_of_a_key_that_is_merged_the_own_value_counts_then_the_first(read, a):
+    values = read(
+        f"deep: {{er: &own {{<<: &base {{{a}: 1, b: 2, c: 3}}, {a}: 4}}}}\n"
+        "merged: {<<: *own, b: 5}\n"
+        "own first: {<<: [*own, *base]}\n"
+        "base first: {b: 6, <<: [*base, *own]}\n"
+    )
+    assert values == {
+        "deep": {"er": {a: 4, "b": 2, "c": 3}},
+        "merged": {a: 4, "b": 5, "c": 3},
+        "own first": {a: 4, "b": 2, "c": 3},
+        "base first": {a: 1, "b": 6, "c": 3},
+    }
 
 
 def test_aliases_within_reason_are_values_like_any(read):

@@ -49,6 +49,7 @@ def gptq(stored: Tensors, settings: Settings) -> dict[str, StoredTensor]:
     symmetric = settings.choose("sym", (True, False), True)
     if settings.get("dynamic"):
         raise settings.fault("dynamic", settings.get("dynamic"), "the same bits and groups for all layers")
+    ordered = settings.choose("desc_act", (True, False), False)
     group_size, per, middle = settings.group_size(), 32 // bits, 1 << (bits - 1)
 
     def weight(parts: _Parts) -> tuple[tuple[int, int], Callable[[], Float[np.ndarray, "inputs outputs"]]]:
@@ -57,7 +58,7 @@ def gptq(stored: Tensors, settings: Settings) -> dict[str, StoredTensor]:
         groups = 1 if group_size == -1 else -(-inputs // group_size)
         parts.expect("scales", (groups, outputs))
         parts.expect("qzeros", (groups, outputs // per))
-        order = parts("g_idx") if "g_idx" in parts else None
+        order = parts("g_idx") if ordered or "g_idx" in parts else None
         if order is not None:
             parts.expect("g_idx", (inputs,))
 
@@ -69,7 +70,7 @@ def gptq(stored: Tensors, settings: Settings) -> dict[str, StoredTensor]:
                 zeros = np.full_like(zeros, middle)
             elif less_one:
                 zeros = (zeros + np.uint8(1)) & np.uint8((1 << bits) - 1)
-            index = np.arange(inputs) // (inputs if group_size == -1 else group_size)
+            index = np.arange(inputs) // (inputs if group_size == -1 else min(group_size, inputs))
             if order is not None:
                 index = order.read()
                 if index.min() < 0 or index.max() >= groups:

@@ -35,7 +35,8 @@ def resolve(source: str | Path, revision: str | None = None, file: str | None = 
     if text.startswith(wheels.PREFIX):
         _refuse(text, "a wheel", revision=revision, file=file)
         return wheels.resolve_wheel(text)
-    path = Path(text).expanduser()
+    # Unlike the method of Path, it leaves the name of nobody as it is.
+    path = Path(os.path.expanduser(text))
     # Unlike the methods of Path, these are False for names that are too long, too.
     if os.path.isdir(path):
         _refuse(text, "a local directory", revision=revision)

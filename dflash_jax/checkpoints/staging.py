@@ -19,7 +19,7 @@ def new_directory(directory: Path) -> Iterator[Path]:
     Raises:
       CheckpointError: there is already something at the directory.
     """
-    directory = directory.expanduser().absolute()
+    directory = Path(os.path.expanduser(directory)).absolute()
     _check_free(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))

@@ -172,7 +172,7 @@ def _weights(tensor: StoredTensor, dtype: np.dtype) -> HostArray:
             f"tensor {quote(tensor.name)} in {tensor.file} is of dtype {tensor.dtype}, "
             f"but weights must be one of F64, F32, F16, BF16, or quantised as its config says"
         )
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):  # what is not finite is told below
         array = stored.astype(dtype)
     if not all_finite(array):
         where = np.argwhere(~np.isfinite(array))[0].tolist()

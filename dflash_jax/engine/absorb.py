@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from types import EllipsisType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from dflash_jax.engine.checkpoints import Checkpoint, give_back, keep
+from dflash_jax.engine.containers import Log
 from dflash_jax.engine.host import HostState, Policy, remove, shares_pages, speculates
 from dflash_jax.engine.invariants import MEANING, Violation
-from dflash_jax.engine.output import FinishReason, Update, completion_of
+from dflash_jax.engine.logprob_records import TokenLogprob, records
+from dflash_jax.engine.output import FinishReason, Update, completion_of, prompt_logprobs_of
 from dflash_jax.engine.pages import publish
 from dflash_jax.engine.plan import Chunk, Plan
 from dflash_jax.engine.reader import NO_TEXT, Reader
@@ -23,6 +27,7 @@ from dflash_jax.errors import InvariantError
 
 if TYPE_CHECKING:
     from dflash_jax.engine.run import StepReport
+    from dflash_jax.sampling import Logprobs
 
 
 def absorb(
@@ -77,6 +82,8 @@ class _Row(NamedTuple):
     finished: bool
     stopped: bool
     violation: int
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
     @property
     def committed(self) -> tuple[int, ...]:
@@ -92,8 +99,23 @@ def _rows(report: Report, at: int | EllipsisType = ...) -> list[_Row]:
 
     Arrays become lists as a whole: taking single values out of them costs more than all else on the host.
     """
-    columns = [np.asarray(getattr(report, name))[at].tolist() for name in _Row._fields]
-    return [*map(_Row._make, zip(*columns, strict=True))]
+    columns = [np.asarray(getattr(report, name))[at].tolist() for name in _Row._fields if name not in _BESIDE]
+    # Few steps have any of these, and few of their rows want them: they stay arrays.
+    beside = {name: found for name in _BESIDE if (found := getattr(report, name)) is not None}
+    rows = [*itertools.starmap(_Row, zip(*columns, strict=True))]
+    if not beside:
+        return rows
+    for n, row in enumerate(rows):
+        parts: dict[str, Any] = {name: _one_row(found, at, n) for name, found in beside.items()}
+        rows[n] = row._replace(**parts)
+    return rows
+
+
+def _one_row(found: Logprobs, at: int | EllipsisType, row: int) -> Logprobs:
+    return jax.tree.map(lambda part: part[at][row], found)
+
+
+_BESIDE = ("logprobs", "prompt_logprobs")
 
 
 class _Change(NamedTuple):
@@ -148,17 +170,39 @@ def _absorb_chunk(
     position = sequence.position + len(chunk.tokens)
     if row.violation or row.position != position:
         return _fail(policy, sequence, Violation(row.violation or Violation.position_monotone), read)
+    sequence = dataclasses.replace(
+        sequence, position=position, prompt_logprobs=_prompt_logprobs(sequence, chunk, row, read)
+    )
     if not row.produced:
-        return dataclasses.replace(sequence, position=position), None
+        return sequence, None
     taken, text, at_stop_string = read(sequence, row.committed)
     sequence = dataclasses.replace(
         sequence,
-        position=position,
+        logprobs=_logprobs(sequence, taken, row, read),
         output=sequence.output.extend(taken),
         first_token=now if sequence.first_token is None else sequence.first_token,
         last_token=now,
     )
-    return sequence, _update(sequence, row, taken, text, at_stop_string, read)
+    update = _update(sequence, row, taken, text, at_stop_string, read)
+    return sequence, dataclasses.replace(update, prompt_logprobs=prompt_logprobs_of(sequence))
+
+
+def _prompt_logprobs(sequence: Sequence, chunk: Chunk, row: _Row, read: Reader) -> Log[TokenLogprob]:
+    """With those of a chunk's tokens; a request that resumed may have some of them already."""
+    top, known = sequence.request.sampling.prompt_logprobs, sequence.prompt_logprobs
+    if not chunk.following or row.prompt_logprobs is None or top is None:
+        return known
+    fresh = len(known) - sequence.position
+    found = jax.tree.map(lambda part: part[fresh:], row.prompt_logprobs)
+    return known.extend(records(chunk.following[fresh:], found, top, read.token_text))
+
+
+def _logprobs(sequence: Sequence, taken: tuple[int, ...], row: _Row, read: Reader) -> Log[TokenLogprob]:
+    """With those of the tokens that became output."""
+    top = sequence.request.sampling.logprobs
+    if row.logprobs is None or top is None:
+        return sequence.logprobs
+    return sequence.logprobs.extend(records(taken, row.logprobs, top, read.token_text))
 
 
 def _absorb_rounds(
@@ -198,6 +242,7 @@ def _absorb_round(
         verified_per_round=sequence.verified_per_round.extend((row.num_verified,)),
         damaged_drafts=sequence.damaged_drafts + row.damaged_draft,
         fallback=fallback,
+        logprobs=_logprobs(sequence, taken, row, read),
         last_token=now,
     )
     return sequence, _update(sequence, row, taken, text, at_stop_string, read)
@@ -207,7 +252,9 @@ def _update(
     sequence: Sequence, row: _Row, taken: tuple[int, ...], text: str | None, at_stop_string: bool, read: Reader
 ) -> Update:
     """What new tokens are to a request that has taken them in, with its completion if they are its last."""
-    update = Update(sequence.id, taken, text)
+    wanted = sequence.request.sampling.logprobs is not None
+    logprobs = sequence.logprobs[len(sequence.logprobs) - len(taken) :] if wanted else None
+    update = Update(sequence.id, taken, text, logprobs=logprobs)
     if not (row.finished or at_stop_string):
         return update
     reason: FinishReason = "stop" if row.stopped or at_stop_string else "length"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from dflash_jax.checkpoints import Tokenizer
 from dflash_jax.engine.pages import PagePool, pages_for
+from dflash_jax.engine.prompts import Prompt
 from dflash_jax.engine.request import Request, SamplingParams
 from dflash_jax.errors import RequestError, quote
 from dflash_jax.models.config import TargetConfig
 from dflash_jax.text.chat import read_chat
-
-Prompt = str | Sequence[int] | np.ndarray | jax.Array | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids as a list or an array, chat messages, or a mapping of `messages` and other `text.chat.CHAT_KEYS`."""
 
 
 def tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:

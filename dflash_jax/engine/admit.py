@@ -1,6 +1,7 @@
 """Who gets a slot: requests leave the queue in the order they came, as soon as a slot and pages are there.
 
-One is admitted when its whole prompt has pages, so requests that prefill never wait for each other's pages.
+One is admitted when its whole prompt has pages, so requests that prefill never wait for each other's pages. One whose
+prompt another is just running lets those behind it pass until it can share that prompt's pages.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ def admit(host: HostState) -> HostState:
     """
     free_slots = _free_slots(host) if host.waiting else []
     while host.waiting and free_slots and not _is_refused(host):
-        sequence, pool = host.waiting.first, host.pool
+        sequence, pool = _next(host), host.pool
+        if sequence is None:
+            break
         full = (sequence.to_run - 1) // pool.page_size if host.policy.prefix_cache else 0
         sequence = sequence.hashed(full, pool.page_size)
-        known = lookup(pool, sequence.hashes[:full])
+        wanted = min(full, sequence.shareable // pool.page_size)
+        known = lookup(pool, sequence.hashes[:wanted])
         host, resumption = _resume_from(host, sequence, len(known))
         found, known = len(known), known[: resumption.pages]
         pool = share(pool, known)
@@ -32,14 +36,14 @@ def admit(host: HostState) -> HostState:
         # A page for each running request's next tokens stays untouched, or a newcomer would be
         # admitted only to be preempted in the next round.
         if pool.available < needed + len(host.running):
-            missing = None if found == full else sequence.hashes[found]
+            missing = None if found == wanted else sequence.hashes[found]
             refusal = Refusal(sequence.request, pool.releases, missing, host.checkpoints)
             # What was hashed is kept for the next time.
             host = dataclasses.replace(host, waiting=host.waiting.replace(sequence.id, sequence), refusal=refusal)
             break
         pool, fresh = allocate(pool, needed)
         saved = len(known) * pool.page_size
-        pool = dataclasses.replace(pool, hits=pool.hits + len(known), misses=pool.misses + full - len(known))
+        pool = dataclasses.replace(pool, hits=pool.hits + len(known), misses=pool.misses + wanted - len(known))
         counters = host.counters.plus(prefix_tokens_saved=saved)
         if host.checkpoints is not None and found:
             again = (found - len(known)) * pool.page_size
@@ -64,6 +68,26 @@ def admit(host: HostState) -> HostState:
             refusal=None,
         )
     return host
+
+
+_LOOKED_THROUGH = 64
+"""Places of the queue, at most, in which one is looked for that need not wait for another's prompt."""
+
+
+def _next(host: HostState) -> Sequence | None:
+    """The first request in the queue that need not wait for a prompt that is being run."""
+    running = [each for each in host.running if not each.decoding and shares_pages(host.policy, each)]
+    keeps_nothing = host.checkpoints is not None and not host.checkpoints.capacity
+    if not running or keeps_nothing:
+        return host.waiting.first
+    few = host.waiting.head(_LOOKED_THROUGH)
+    return next((each for each in few if not any(_is_running(other, each, host) for other in running)), None)
+
+
+def _is_running(other: Sequence, sequence: Sequence, host: HostState) -> bool:
+    """Whether another request runs the very prompt of a sequence, and pages of it are yet to come."""
+    pages = min(len(other.request.prompt) - 1, sequence.shareable) // host.pool.page_size
+    return other.published < pages and other.request.prompt == sequence.request.prompt
 
 
 def _is_refused(host: HostState) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import chex
 import jax
 import numpy as np
@@ -9,7 +11,9 @@ import numpy as np
 from dflash_jax.engine.checkpoints import check_checkpoints
 from dflash_jax.engine.host import HostState, speculates
 from dflash_jax.engine.identity import identify
+from dflash_jax.engine.logprob_records import TokenLogprob
 from dflash_jax.engine.pages import check_pages_conserved, pages_for
+from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.state import EngineState, Models, init_state
 from dflash_jax.errors import InvariantError
 
@@ -29,7 +33,7 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
       InvariantError: the message begins with the name of an invariant that does not hold: `context_writers`,
         `state_structure`, `one_row_axis`, `slot_exclusive`, `pages_conserved`, `pages_exclusive`,
         `block_table_covers`, `position_monotone`, `context_continuity`, `recurrent_continuity`,
-        `checkpoints_conserved`, `checkpoint_length` or `slot_entry`.
+        `checkpoints_conserved`, `checkpoint_length`, `logprobs_complete` or `slot_entry`.
     """
     different = host.models.difference(identify(models))
     _require(different is None, "context_writers", different or "")
@@ -42,6 +46,7 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
     _require(len(set(held)) == len(held), "slot_exclusive", f"running requests have the slots {held}")
     check_pages_conserved(host.pool, (sequence.pages for sequence in host.running))
     _check_checkpoints(host, device)
+    _check_logprobs(host)
     size = host.pool.page_size
     for sequence in host.running:
         name, slot = f"request {sequence.id!r}", sequence.slot
@@ -93,6 +98,27 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
                 f"{name} has last token {sequence.output[-1]} and {sequence.request.limit - len(sequence.output)} "
                 f"tokens left, its slot {slot} {anchor} and {left}",
             )
+
+
+def _check_logprobs(host: HostState) -> None:
+    for sequence in host.in_flight:
+        asked, prompt = sequence.request.sampling, sequence.request.prompt
+        output = () if asked.logprobs is None else tuple(sequence.output)
+        _check_records(sequence, "output", sequence.logprobs, output, len(output))
+        # Those found before a preemption may be more.
+        run = 0 if asked.prompt_logprobs is None else min(sequence.position, len(prompt) - 1)
+        _check_records(sequence, "prompt", sequence.prompt_logprobs, prompt[1:], run)
+
+
+def _check_records(
+    sequence: Sequence, part: str, records: Iterable[TokenLogprob], tokens: tuple[int, ...], least: int
+) -> None:
+    known = tuple(record.token_id for record in records)
+    _require(
+        len(known) >= least and known == tokens[: len(known)],
+        "logprobs_complete",
+        f"request {sequence.id!r} has {len(known)} log-probabilities of its {part}, not those of its {least} tokens",
+    )
 
 
 def _check_checkpoints(host: HostState, device: EngineState) -> None:

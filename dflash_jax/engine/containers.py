@@ -143,6 +143,12 @@ class Queue(Generic[T]):
             raise IndexError("the queue is empty")
         return self._values[self._stop - 1][1]
 
+    def head(self, places: int) -> Iterator[T]:
+        """The values at the front, looking through so many places at most, some of which may be empty by now."""
+        for place in range(self._first, min(self._first + places, self._stop)):
+            if place in self._values:
+                yield self._values[place][1]
+
     def items(self) -> Iterator[tuple[Any, T]]:
         """(key, value) pairs in order."""
         # Most queues have no gaps, and then their places need no sorting.

@@ -83,6 +83,8 @@ def _completion(completion: Completion) -> list[tuple[str, object]]:
     ]
     if completion.text is not None:
         fields.append(("text", _cut(repr(completion.text))))
+    if completion.others:
+        fields.append(("samples", len(completion.samples)))
     for name in ("error", "fallback"):
         if getattr(completion, name) is not None:
             fields.append((name, repr(getattr(completion, name))))

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,8 @@ from dflash_jax.compile_cache import enable_compile_cache
 from dflash_jax.engine import display, forks
 from dflash_jax.engine import snapshot as snapshots
 from dflash_jax.engine.absorb import end
-from dflash_jax.engine.admission import Prompt, make_request, tokenize
+from dflash_jax.engine.admission import make_request, tokenize
+from dflash_jax.engine.async_stream import stream_async
 from dflash_jax.engine.config import EngineConfig, EngineSetup, VerifyWidth
 from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.cost_files import CostFiles
@@ -29,8 +30,9 @@ from dflash_jax.engine.init import empty_device, init_host, make_policy, with_co
 from dflash_jax.engine.loading import load, read_setup
 from dflash_jax.engine.memory import divide
 from dflash_jax.engine.output import Completion, Update, join_updates
+from dflash_jax.engine.prompts import Asked, Prompt, Prompts, Sampling, read_prompt, read_prompts, read_sampling
 from dflash_jax.engine.reader import NO_TEXT, Reader, TextReader
-from dflash_jax.engine.request import SamplingParams
+from dflash_jax.engine.request import sample_id
 from dflash_jax.engine.run import Runner, step
 from dflash_jax.engine.state import EngineState, Models, is_donated
 from dflash_jax.engine.warmup import possible_plans
@@ -139,7 +141,7 @@ class Engine:
             engine.warmup()
         return engine
 
-    def warmup(self, *, requests: int | None = None, plain: int = 0) -> None:
+    def warmup(self, *, requests: int | None = None, plain: int = 0, sampling: Sampling | None = None) -> None:
         """Compiles what requests will need, or loads it where it is kept, several programs at once.
 
         Without it each program is compiled when it is first needed, which no figure of a completion contains either,
@@ -148,33 +150,43 @@ class Engine:
         Args:
           requests: how many will be in flight at once, at most; as many as there are slots by default.
           plain: how many, at most, when all in flight decode without drafting.
+          sampling: what they will ask for, as far as it needs programs of its own: log-probabilities.
         """
         with self._lock:
-            self._run.prepare(self.state, possible_plans(self.host, requests=requests, plain=plain))
+            self._run.prepare(
+                self.state, possible_plans(self.host, read_sampling(sampling), requests=requests, plain=plain)
+            )
 
     # Requests in and out.
 
     def add_request(
         self,
         prompt: Prompt,
-        sampling: SamplingParams | Mapping[str, Any] | None = None,
+        sampling: Sampling | None = None,
         *,
         request_id: str | None = None,
+        **parameters: Any,
     ) -> str:
         """Queues a request and returns its id.
 
+        With `n` above 1 it queues a request for each sample, and returns the id of the first; the others are called
+        `sample_id(id, 1)`, `sample_id(id, 2)`, ... Each has updates and a completion of its own, and is aborted by
+        itself.
+
         Args:
-          prompt: text, token ids, chat messages, or a mapping of `messages`, `tools`, `chat_template_kwargs` and
-            `continue_final_message`.
+          prompt: see `Prompt`. A mapping may have its own `sampling`, which wins over other parameters, and an `id`.
           sampling: parameters, or the ones that differ from the defaults.
           request_id: any string that no request in flight has and no undelivered update; made up if not given.
+          **parameters: single ones, such as `temperature=0.7`, that win over `sampling`.
 
         Raises:
           RequestError: it can never be served; nothing was queued.
         """
-        if not isinstance(sampling, SamplingParams):
-            sampling = SamplingParams().override(sampling or {})
-        tokens = self.tokenize(prompt)
+        return self._add(read_prompt(prompt, sampling, parameters), request_id)
+
+    def _add(self, asked: Asked, request_id: str | None = None) -> str:
+        tokens = self.tokenize(asked.prompt)
+        request_id = asked.request_id if request_id is None else request_id
         with self._lock:
             host = self.host
             if request_id is None:
@@ -182,7 +194,7 @@ class Engine:
             request = make_request(
                 request_id,
                 tokens,
-                sampling,
+                asked.sampling,
                 target=self.models.target_config,
                 max_model_len=self.config.max_model_len,
                 pool=host.pool,
@@ -271,56 +283,89 @@ class Engine:
         Raises:
           RequestError: it is text or messages, and there is no tokenizer or no chat template for it.
         """
-        return tokenize(prompt, self.tokenizer)
+        return tokenize(read_prompt(prompt).prompt, self.tokenizer)
 
     # Whole generations.
 
     def stream(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any] | None = None
-    ) -> Iterator[Update]:
-        """Generates for all prompts at once and yields updates as they come.
+        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None, **parameters: Any
+    ) -> Generator[Update, None, None]:
+        """Generates for all prompts at once and yields updates as they come; arguments as of `generate`.
 
         An abandoned iteration aborts its requests. It ends early for a request that was aborted, or whose last
         update somebody else took, by `step`.
         """
-        return self._stream(self._add_all(prompts, sampling))
+        groups = self._add_all(read_prompts(prompts, sampling, parameters))
+        return self._stream([name for group in groups for name in group])
+
+    def stream_async(
+        self, prompts: Prompts, sampling: Sampling | Sequence[Sampling] | None = None, **parameters: Any
+    ) -> AsyncGenerator[Update, None]:
+        """The same for `async for`: the event loop goes on while the engine works, in a thread of the stream's own.
+
+        Several streams may run at once; their requests share the engine's steps. Cancelling the task that iterates, or
+        closing the iterator, aborts its requests. They are queued when the first update is asked for, which raises
+        what `stream` would.
+        """
+        return stream_async(lambda: self.stream(prompts, sampling, **parameters))
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any] | None = None
+        self,
+        prompts: Prompts,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        progress: bool = False,
+        **parameters: Any,
     ) -> list[Completion]:
-        """Generates for all prompts at once; completions in the prompts' order.
+        """Generates for all prompts at once; completions in the prompts' order, one for each prompt.
+
+        Where `n` is above 1 that is the first sample, and its `samples` are all of them.
+
+        Args:
+          prompts: one prompt or any iterable of prompts; see `Prompt` for what one may be. A list of integers is one
+            prompt, and so is a list of messages.
+          sampling: parameters, or the ones that differ from the defaults; or a list with one of either for each prompt.
+          progress: show a bar of finished answers and tokens a second on stderr.
+          **parameters: single ones, such as `temperature=0.7`, that win over `sampling`.
 
         Raises:
+          RequestError: a prompt can never be served; none was queued.
           StateError: meanwhile another thread aborted one of the requests, or took its last update.
         """
-        ids = self._add_all(prompts, sampling)
-        done = {update.id: update.completion for update in self._stream(ids) if update.completion is not None}
+        groups = self._add_all(read_prompts(prompts, sampling, parameters))
+        ids = [name for group in groups for name in group]
+        updates: Iterable[Update] = self._stream(ids)
+        if progress:
+            from dflash_jax.progress import shown
+
+            updates = shown(updates, len(ids))
+        done = {update.id: update.completion for update in updates if update.completion is not None}
         for request_id in ids:
             if request_id not in done:
                 raise StateError(f"request {request_id!r} was aborted, or its last update taken, by another thread")
-        return [done[request_id] for request_id in ids]
+        samples = [[done[request_id] for request_id in group] for group in groups]
+        return [dataclasses.replace(first, others=tuple(others)) if others else first for first, *others in samples]
 
-    def _add_all(self, prompts: Sequence[Prompt], sampling: SamplingParams | Mapping[str, Any] | None) -> list[str]:
-        """Queues all prompts, or none if one of them cannot be served."""
-        if isinstance(prompts, str) or not isinstance(prompts, Sequence) or any(isinstance(p, int) for p in prompts):
-            raise RequestError(f"prompts is {quote(prompts)}; it must be a list of prompts, also if there is only one")
-        ids: list[str] = []
+    def _add_all(self, asked: Iterable[Asked]) -> list[list[str]]:
+        """Queues all prompts, or none if one of them cannot be served. Returns the ids of each one's samples."""
+        groups: list[list[str]] = []
         try:
-            for prompt in prompts:
-                ids.append(self.add_request(prompt, sampling))
+            for one in asked:
+                request_id = self._add(one)
+                groups.append([sample_id(request_id, index) for index in range(one.sampling.n)])
         except BaseException:
-            self._drop(ids)
+            self._drop(name for group in groups for name in group)
             raise
-        return ids
+        return groups
 
-    def _stream(self, ids: Sequence[str]) -> Iterator[Update]:
+    def _stream(self, ids: Sequence[str]) -> Generator[Update, None, None]:
         """Updates of some requests; those of the others stay undelivered."""
         updates = self._updates(ids)
         # From here on it is under way, and ends its requests also if nobody ever asks it for an update.
         next(updates)
-        return cast(Iterator[Update], updates)
+        return cast(Generator[Update, None, None], updates)
 
-    def _updates(self, ids: Sequence[str]) -> Iterator[Update | None]:
+    def _updates(self, ids: Sequence[str]) -> Generator[Update | None, None, None]:
         unfinished = dict.fromkeys(ids)
         try:
             yield None

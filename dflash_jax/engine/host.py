@@ -17,7 +17,7 @@ from dflash_jax.engine.containers import Log, Queue
 from dflash_jax.engine.identity import ModelsIdentity
 from dflash_jax.engine.output import Update
 from dflash_jax.engine.pages import PagePool, empty_pool, release
-from dflash_jax.engine.request import Request
+from dflash_jax.engine.request import Request, samples_of
 from dflash_jax.engine.sequence import Sequence
 from dflash_jax.engine.width import Experience
 from dflash_jax.errors import RequestError, quote
@@ -170,11 +170,17 @@ def name_request(host: HostState) -> tuple[HostState, str]:
 
 
 def add(host: HostState, request: Request, now: float) -> HostState:
-    """Queues a request.
+    """Queues a request, or each of its samples as a request of its own; see `samples_of`.
 
     Raises:
       RequestError: another one of its id is in flight, or has updates that nobody has taken.
     """
+    for name, sampling in samples_of(request.id, request.sampling):
+        host = _add_one(host, dataclasses.replace(request, id=name, sampling=sampling), now)
+    return host
+
+
+def _add_one(host: HostState, request: Request, now: float) -> HostState:
     if host.find(request.id) is not None:
         raise RequestError(f"request id {quote(request.id)} is in flight already; ids must be unique")
     if request.id in host.undelivered:

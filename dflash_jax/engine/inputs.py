@@ -27,6 +27,7 @@ class PrefillInputs(struct.PyTreeNode):
       entries: entries of the slots that are opened, one a row.
       loads: the checkpoint that the recurrent state of a slot that is opened begins with; -1 for zeros.
       saves: the checkpoint that keeps the recurrent state at the chunk's end; -1 for none.
+      following: the prompt's token after each of the chunk's, where their log-probabilities are wanted.
     """
 
     idx_mapping: Int[Array, " rows"]
@@ -38,6 +39,7 @@ class PrefillInputs(struct.PyTreeNode):
     entries: Slots
     loads: Int[Array, " rows"]
     saves: Int[Array, " rows"]
+    following: Int[Array, "rows chunk"] | None = None
 
 
 class DecodeInputs(struct.PyTreeNode):
@@ -65,12 +67,14 @@ def prefill_inputs(chunks: tuple[Chunk | None, ...], width: int, slot_pages: int
       slot_pages: width of the block table.
     """
     rows = len(chunks)
+    following = np.full((rows, width), -1, np.int32)
     tokens, q_len = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
     last, known_next = np.zeros(rows, bool), np.full(rows, -1, np.int32)
     for row, chunk in enumerate(chunks):
         if chunk is not None:
             tokens[row, : len(chunk.tokens)] = chunk.tokens
             q_len[row], last[row] = len(chunk.tokens), chunk.last
+            following[row, : len(chunk.following)] = chunk.following
             known_next[row] = -1 if chunk.known_next is None else chunk.known_next
     openings = [None if chunk is None else chunk.opening for chunk in chunks]
     fields: dict[str, Any] = dict(
@@ -83,6 +87,7 @@ def prefill_inputs(chunks: tuple[Chunk | None, ...], width: int, slot_pages: int
         entries=slot_entries(openings, slot_pages),
         loads=_indices([None if opening is None else opening.load for opening in openings]),
         saves=_indices([None if chunk is None else chunk.save for chunk in chunks]),
+        following=following if any(chunk is not None and chunk.following for chunk in chunks) else None,
     )
     return PrefillInputs(**fields)
 

@@ -9,6 +9,7 @@ from typing import Literal
 from dflash_jax.acceptance import Acceptance
 from dflash_jax.engine import display
 from dflash_jax.engine.containers import Queue
+from dflash_jax.engine.logprob_records import TokenLogprob
 from dflash_jax.engine.sequence import Sequence
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -59,6 +60,10 @@ class Completion:
       produced_per_round: tokens of each round, the prefill's first token not counted.
       drafted_blocks: what was drafted in each of those rounds.
       verified_per_round: how many of those drafted tokens the target ran, from the first on.
+      logprobs: one record for each of `token_ids`, if the request asked for log-probabilities.
+      prompt_logprobs: one for each token of the prompt, if it asked for those; None stands for the first, which
+        follows nothing. A request that ended before its whole prompt was run has as many as were run.
+      others: what `generate` returns of a prompt's samples after the first, which is this one; see `samples`.
     """
 
     id: str
@@ -72,6 +77,14 @@ class Completion:
     produced_per_round: tuple[int, ...]
     drafted_blocks: tuple[tuple[int, ...], ...]
     verified_per_round: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    others: tuple[Completion, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Completion, ...]:
+        """All samples of the prompt in order, this one the first of them; only this one where `n` is 1."""
+        return (self, *self.others)
 
     def __repr__(self) -> str:
         return display.completion_text(self)
@@ -89,17 +102,28 @@ class Update:
       token_ids: new tokens.
       text: new text that is final; "" while a character is incomplete, None without a tokenizer.
       completion: set when the request finished in this step.
+      logprobs: one record for each of `token_ids`, if the request asked for log-probabilities.
+      prompt_logprobs: with the first token, those of the prompt, if the request asked for them; see `Completion`.
     """
 
     id: str
     token_ids: tuple[int, ...]
     text: str | None
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     def then(self, later: Update) -> Update:
         """This update and a later one of the same request as one."""
         text = None if self.text is None or later.text is None else self.text + later.text
-        return Update(self.id, self.token_ids + later.token_ids, text, later.completion)
+        return Update(
+            self.id,
+            self.token_ids + later.token_ids,
+            text,
+            later.completion,
+            None if self.logprobs is None else self.logprobs + (later.logprobs or ()),
+            later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
+        )
 
 
 def join_updates(undelivered: Queue[Update], updates: Iterable[Update]) -> Queue[Update]:
@@ -148,4 +172,11 @@ def completion_of(sequence: Sequence, text: str | None, reason: FinishReason, er
         produced_per_round=tuple(sequence.produced_per_round),
         drafted_blocks=tuple(sequence.drafted_blocks),
         verified_per_round=tuple(sequence.verified_per_round),
+        logprobs=None if sequence.request.sampling.logprobs is None else tuple(sequence.logprobs),
+        prompt_logprobs=prompt_logprobs_of(sequence),
     )
+
+
+def prompt_logprobs_of(sequence: Sequence) -> tuple[TokenLogprob | None, ...] | None:
+    """Those of a request's prompt as far as it was run, if it asked for them."""
+    return None if sequence.request.sampling.prompt_logprobs is None else (None, *sequence.prompt_logprobs)

@@ -1,9 +1,10 @@
 """What a step will do: a pure function of the host's state.
 
-Requests are served in the order they came. One is admitted when a slot is free and its whole prompt
-has pages, so requests that prefill never wait for each other's pages; pages for what it produces come
-round by round. When they run out the newest request gives its pages back and waits at the head of the
-queue: the oldest always advances, so everything finishes.
+Requests are served in the order they came, save that one whose very prompt another is running waits
+for its pages. One is admitted when a slot is free and its whole prompt has pages, so requests that
+prefill never wait for more; pages for what it produces come round by round. When they run out the
+newest request gives its pages back and waits at the head of the queue: the oldest always advances,
+so everything finishes.
 
 A plan lists the step's rows. Which request sits in which row is written nowhere else: `idx_mapping` is
 made of the plan, whole, in every step.
@@ -66,6 +67,10 @@ class Chunk:
       known_next: the token after the prompt, for a request that resumes; None to sample it.
       opening: the slot's new entry, with a prompt's first piece.
       save: the checkpoint that keeps the recurrent state at the piece's end; None for none.
+      logprobs: how many of the most likely tokens to report with the token that is sampled after the prompt; None
+        reports no log-probabilities.
+      following: the prompt's token after each of the piece's, where their log-probabilities are to be reported.
+      prompt_logprobs: how many of the most likely tokens to report with each of those.
     """
 
     id: str
@@ -75,6 +80,9 @@ class Chunk:
     known_next: int | None
     opening: Opening | None
     save: int | None = None
+    logprobs: int | None = None
+    following: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +93,14 @@ class Decode:
       id, slot: the request, and where it lives.
       first_page: logical number of the first of `new_pages`.
       new_pages: pages it was given for what the rounds may commit.
+      logprobs: how many of the most likely tokens to report with each token; None reports no log-probabilities.
     """
 
     id: str
     slot: int
     first_page: int = 0
     new_pages: tuple[int, ...] = ()
+    logprobs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +171,8 @@ def reserve(host: HostState, *, rounds: int) -> tuple[HostState, Plan]:
     decodes = []
     for sequence in decoding:
         pages = new_pages.get(sequence.id, ())
-        decodes.append(Decode(sequence.id, _slot(sequence), len(sequence.pages) - len(pages), pages))
+        first, logprobs = len(sequence.pages) - len(pages), sequence.request.sampling.logprobs
+        decodes.append(Decode(sequence.id, _slot(sequence), first, pages, logprobs))
     most = max((len(pages) for pages in new_pages.values()), default=0)
     plan = Plan(
         decodes=_padded(decodes, policy.max_slots),
@@ -244,15 +255,19 @@ def take_chunks(host: HostState) -> tuple[HostState, list[Chunk], int]:
             break
         width = max(width, bucket(length, narrow, budget))
         host, save = _room_to_save(host) if stop in marks else (host, None)
+        last, following = stop == sequence.to_run, sequence.following(sequence.position, stop)
         chunks.append(
             Chunk(
                 id=sequence.id,
                 slot=_slot(sequence),
                 tokens=sequence.tokens(sequence.position, stop),
-                last=stop == sequence.to_run,
+                last=last,
                 known_next=sequence.output[-1] if sequence.output else None,
                 opening=None if sequence.opened else _opening(policy, sequence),
                 save=save,
+                logprobs=sequence.request.sampling.logprobs if last and not sequence.output else None,
+                following=following,
+                prompt_logprobs=sequence.request.sampling.prompt_logprobs if following else None,
             )
         )
         opened = dataclasses.replace(sequence, opened=True)

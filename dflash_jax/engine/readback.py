@@ -1,17 +1,43 @@
-"""A report as one array: what a step hands to the host is then one transfer, and not one for each field."""
+"""A report as one array: what a step hands to the host is then one transfer, and not one for each field.
+
+Log-probabilities come beside it, in the steps that have any.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
 from dflash_jax.engine.steps import Report
+from dflash_jax.sampling import Logprobs
 
 _NUMBERS = ("produced", "num_drafts", "num_verified", "position", "violation")
 _FLAGS = ("damaged_draft", "finished", "stopped")
+
+
+class Sent(NamedTuple):
+    """What a program returns of a report."""
+
+    numbers: Int[Array, "*rounds rows numbers"]
+    logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
+
+
+def send(report: Report) -> Sent:
+    """A report as a program returns it."""
+    return Sent(as_array(report), report.logprobs, report.prompt_logprobs)
+
+
+def receive(sent: Sent, drafts: int) -> Report:
+    """On the host, the report that `send` was given, of rounds with so many drafts."""
+    report, beside = report_of(np.asarray(sent.numbers), drafts), sent[1:]
+    if any(part is not None for part in beside):
+        report = report.replace(**dict(zip(("logprobs", "prompt_logprobs"), jax.device_get(beside), strict=True)))
+    return report
 
 
 def as_array(report: Report) -> Int[Array, "*rounds rows numbers"]:

@@ -22,6 +22,10 @@ class Reader(Protocol):
         """
         ...
 
+    def token_text(self, token: int) -> str | None:
+        """A token's own text; None without a tokenizer."""
+        ...
+
     def finish(self, sequence: Sequence) -> tuple[str | None, str | None]:
         """A finished request's whole text, and the end of it that no update had; None without a tokenizer."""
         ...
@@ -33,6 +37,10 @@ class TokenReader:
     def __call__(self, sequence: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None, bool]:
         """All tokens."""
         return tokens, None, False
+
+    def token_text(self, token: int) -> str | None:
+        """No text."""
+        return None
 
     def finish(self, sequence: Sequence) -> tuple[str | None, str | None]:
         """No text."""
@@ -59,6 +67,10 @@ class TextReader:
         stream = self._stream(sequence)
         taken, complete = stream.push(tokens)
         return taken, stream.text.take_text(), complete
+
+    def token_text(self, token: int) -> str | None:
+        """See `Reader`."""
+        return self._tokenizer.token_text(token)
 
     def finish(self, sequence: Sequence) -> tuple[str | None, str | None]:
         """See `Reader`."""

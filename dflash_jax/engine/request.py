@@ -7,11 +7,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.engine.logprob_records import MAX_LOGPROBS
 from dflash_jax.errors import RequestError, cut, quote
 from dflash_jax.settings import suggest
 
 MAX_STOP_TOKENS = 8
 """Stop token ids a request can have."""
+
+MAX_SAMPLES = 1024
+"""Samples that a prompt can have."""
 
 MAX_STOP_STRINGS = 256
 """Stop strings a request can have: each of them is looked for at every character of the text."""
@@ -30,10 +34,16 @@ class SamplingParams:
       top_k: keep the k most likely tokens; 0 keeps all.
       min_p: keep tokens at least this likely relative to the most likely one; 0 keeps all.
       seed: of the random draws; two requests with equal prompt and seed sample the same tokens.
+      n: how many answers to sample, 1 to `MAX_SAMPLES`. Sample i is the answer of a request of its own with the seed
+        (seed + i) mod 2**32; see `samples_of`. More than one needs a temperature above 0.
       stop: strings that end the text. One that is exactly a special token is also that token's id.
       stop_token_ids: further token ids that end it, beside the model's own.
       ignore_eos: go on past the model's end-of-sequence tokens.
       speculation: draft for this request; False decodes it plainly.
+      logprobs: return the log-probability of each output token and those of so many of the most likely tokens at its
+        place, 0 to `MAX_LOGPROBS`; None returns none. They are of the target's logits as they are, before temperature,
+        top-k, top-p and min-p (what vLLM calls `raw_logprobs`).
+      prompt_logprobs: the same for the tokens of the prompt. Such a prompt is run whole: cached pages hold no logits.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: let the text end with the stop string that ended it.
 
@@ -47,10 +57,13 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+    n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     speculation: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -69,10 +82,23 @@ class SamplingParams:
         self._require("top_k", _is_int(self.top_k) and 0 <= self.top_k < 2**31, "0 (all) or a positive integer")
         self._require("min_p", _is_real(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1")
         self._require("seed", _is_int(self.seed) and 0 <= self.seed < 2**32, "an integer of 0 to 2**32 - 1")
+        self._require("n", _is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, f"an integer of 1 to {MAX_SAMPLES}")
+        if self.n > 1 and self.temperature == 0:
+            raise RequestError(
+                f"sampling.n is {self.n} and sampling.temperature 0, so that all samples would be equal; give a "
+                "temperature above 0, or n 1"
+            )
         self._require("stop", all(isinstance(s, str) and s for s in self.stop), "a list of strings, none of them empty")
         self._require(
             "stop_token_ids", all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids), "a list of token ids"
         )
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            self._require(
+                name,
+                count is None or (_is_int(count) and 0 <= count <= MAX_LOGPROBS),
+                f"the number of most likely tokens to return beside each token, 0 to {MAX_LOGPROBS}, or null for none",
+            )
         for name in ("ignore_eos", "speculation", "skip_special_tokens", "include_stop_str_in_output"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
 
@@ -148,3 +174,20 @@ class Request:
     def longest(self) -> int:
         """Tokens that are ever in the pages for it: all but the last one produced."""
         return len(self.prompt) + self.limit - 1
+
+
+def sample_id(request_id: str, index: int) -> str:
+    """The id of a request's sample: `request_id` itself for the first, then `request_id#1`, `request_id#2`, ..."""
+    return f"{request_id}#{index}" if index else request_id
+
+
+def samples_of(request_id: str, sampling: SamplingParams) -> list[tuple[str, SamplingParams]]:
+    """The ids of a request's samples and what each of them asks for: a request of its own, with a seed of its own.
+
+    Log-probabilities of the prompt, which are the same for all, are asked for by the first.
+    """
+    samples = [(request_id, dataclasses.replace(sampling, n=1))]
+    for index in range(1, sampling.n):
+        own = dataclasses.replace(sampling, n=1, seed=(sampling.seed + index) % 2**32, prompt_logprobs=None)
+        samples.append((sample_id(request_id, index), own))
+    return samples

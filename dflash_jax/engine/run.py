@@ -15,9 +15,10 @@ from dflash_jax.engine.device import compiler_options
 from dflash_jax.engine.host import HostState
 from dflash_jax.engine.identity import ModelIdentity, ModelsIdentity, identify
 from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs, decode_inputs, prefill_inputs
+from dflash_jax.engine.logprob_records import size_for
 from dflash_jax.engine.output import Update
-from dflash_jax.engine.plan import Plan, make_plan
-from dflash_jax.engine.readback import as_array, report_of
+from dflash_jax.engine.plan import Chunk, Decode, Plan, make_plan
+from dflash_jax.engine.readback import receive, send
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
 from dflash_jax.engine.state import EngineState, Models, Rows, mark_donated
@@ -114,13 +115,13 @@ class Runner:
             device, decoded = self._decode(device, plan)()
         if self.donate and device is not before:
             mark_donated(before)
-        chunks = None if prefilled is None else report_of(np.asarray(prefilled), 0)
-        rounds = None if decoded is None else report_of(np.asarray(decoded), plan.drafts)
+        chunks = None if prefilled is None else receive(prefilled, 0)
+        rounds = None if decoded is None else receive(decoded, plan.drafts)
         return device, StepReport(chunks, rounds, self._time(plan, begin))
 
     def _time(self, plan: Plan, begin: float) -> float | None:
         """Seconds since `begin`, if they are those of a plan's rounds and of nothing else."""
-        program = (len(plan.decodes), plan.table_width, plan.drafts, plan.tokens, plan.rounds)
+        program = (len(plan.decodes), plan.table_width, plan.drafts, plan.tokens, plan.rounds, _logprobs(plan.decodes))
         known = program in self._run_before
         self._run_before.add(program)
         return time.perf_counter() - begin if known and not plan.chunks else None
@@ -136,7 +137,11 @@ class Runner:
         return Bound(
             _prefill_program(self.donate),
             (self.models, _with_rows(device, plan.chunks), inputs),
-            {"implementation": self.implementation},
+            {
+                "logprobs": _logprobs(plan.chunks),
+                "prompt_logprobs": size_for(None if chunk is None else chunk.prompt_logprobs for chunk in plan.chunks),
+                "implementation": self.implementation,
+            },
         )
 
     def _decode(self, device: EngineState, plan: Plan) -> Bound:
@@ -144,13 +149,18 @@ class Runner:
         return Bound(
             _decode_program(self.donate),
             (self.models, _with_rows(device, plan.decodes), decode_inputs(plan)),
-            {**settings, "implementation": self.implementation},
+            {**settings, "logprobs": _logprobs(plan.decodes), "implementation": self.implementation},
         )
 
 
 def place_rounds(device: EngineState, plan: Plan) -> EngineState:
     """The device state that `run_round` can be applied to for a plan's rounds: its rows, with their new pages."""
     return give_pages(device, decode_inputs(plan))
+
+
+def _logprobs(rows: tuple[Chunk | Decode | None, ...]) -> int | None:
+    """How many of the most likely tokens the rows' program finds for each new token; None finds none."""
+    return size_for(None if row is None else row.logprobs for row in rows)
 
 
 def _with_rows(device: EngineState, rows: tuple) -> EngineState:
@@ -162,7 +172,7 @@ def _with_rows(device: EngineState, rows: tuple) -> EngineState:
     return device.replace(rows=Rows(none))
 
 
-def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, implementation):
+def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, **settings):
     state = open_slots(state, inputs)
     state, report = prefill(
         models,
@@ -171,21 +181,22 @@ def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, *, im
         inputs.q_len,
         inputs.last,
         inputs.known_next,
-        implementation=implementation,
+        inputs.following,
+        **settings,
     )
-    return save_checkpoints(state, inputs.saves), as_array(report)
+    return save_checkpoints(state, inputs.saves), send(report)
 
 
 def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, **settings):
     state, report = run_rounds(models, give_pages(state, inputs), inputs.chance, **settings)
-    return state, as_array(report)
+    return state, send(report)
 
 
 @functools.cache
 def _prefill_program(donate: bool) -> Program:
     return Program(
         _run_chunks,
-        static=("implementation",),
+        static=("logprobs", "prompt_logprobs", "implementation"),
         donate=("state",) if donate else (),
         compiler_options=compiler_options(),
     )
@@ -195,7 +206,7 @@ def _prefill_program(donate: bool) -> Program:
 def _decode_program(donate: bool) -> Program:
     return Program(
         _run_decodes,
-        static=("drafts", "width", "tokens", "rounds", "implementation"),
+        static=("drafts", "width", "tokens", "rounds", "logprobs", "implementation"),
         donate=("state",) if donate else (),
         compiler_options=compiler_options(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dflash_jax.engine.containers import Log
+from dflash_jax.engine.logprob_records import TokenLogprob
 from dflash_jax.engine.pages import page_hash
 from dflash_jax.engine.request import Request
 
@@ -29,6 +30,8 @@ class Sequence:
       drafted_blocks: what was drafted in each of those rounds.
       verified_per_round: how many of those drafted tokens the target ran.
       fallback: why it no longer drafts although the engine does, if so.
+      logprobs: of the output, if its request asks for them.
+      prompt_logprobs: of the prompt's second token and those after it, as far as they are known.
       preemptions: how often it had to give its pages back.
       cached_tokens: prompt tokens it did not have to run, over all its admissions.
       damaged_drafts: rounds in which the draft's scores were not finite.
@@ -50,6 +53,8 @@ class Sequence:
     drafted_blocks: Log[tuple[int, ...]] = dataclasses.field(default_factory=Log)
     verified_per_round: Log[int] = dataclasses.field(default_factory=Log)
     fallback: str | None = None
+    logprobs: Log[TokenLogprob] = dataclasses.field(default_factory=Log)
+    prompt_logprobs: Log[TokenLogprob] = dataclasses.field(default_factory=Log)
     preemptions: int = 0
     cached_tokens: int = 0
     damaged_drafts: int = 0
@@ -76,6 +81,20 @@ class Sequence:
         prompt = self.request.prompt
         first, last = max(start - len(prompt), 0), max(stop - len(prompt), 0)
         return prompt[start:stop] + self.output[first:last]
+
+    @property
+    def shareable(self) -> int:
+        """Tokens that need not be run where they are in pages already: others' log-probabilities were not kept."""
+        complete = 1 + len(self.prompt_logprobs) >= len(self.request.prompt)
+        wanted = self.request.sampling.prompt_logprobs is not None and not complete
+        return len(self.prompt_logprobs) if wanted else max(self.to_run - 1, 0)
+
+    def following(self, start: int, stop: int) -> tuple[int, ...]:
+        """Prompt tokens after positions start..stop-1, if log-probabilities of any of them are yet to be found."""
+        prompt = self.request.prompt
+        wanted = self.request.sampling.prompt_logprobs is not None
+        news = min(stop, len(prompt) - 1) > len(self.prompt_logprobs)
+        return prompt[start + 1 : stop + 1] if wanted and news else ()
 
     def hashed(self, pages: int, page_size: int) -> Sequence:
         """The sequence with the hashes of its first `pages` pages known; each is computed once."""

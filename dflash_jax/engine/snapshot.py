@@ -22,6 +22,7 @@ from dflash_jax.engine.checkpoints import Checkpoint, CheckpointPool
 from dflash_jax.engine.containers import Log, Queue
 from dflash_jax.engine.host import Counters, HostState, Policy
 from dflash_jax.engine.identity import ModelIdentity, ModelsIdentity
+from dflash_jax.engine.logprob_records import from_plain
 from dflash_jax.engine.output import Completion, Metrics, Update
 from dflash_jax.engine.pages import PagePool
 from dflash_jax.engine.request import Request, SamplingParams
@@ -31,7 +32,7 @@ from dflash_jax.engine.width import experience_from_json, experience_to_json
 from dflash_jax.errors import CheckpointError, DflashError, reason
 
 _STATE, _HOST, _FILES = "state", "host.json", "files.json"
-_VERSION = 4
+_VERSION = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ def save(directory: Path, state: EngineState, snapshot: HostSnapshot) -> None:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     with checkpointing().StandardCheckpointer() as checkpointer:
-        checkpointer.save(staging / _STATE, state)
+        checkpointer.save(staging / _STATE, _without_empty(state))
     (staging / _HOST).write_text(json.dumps(_to_json(snapshot)), encoding="utf-8")
     files = {str(f.relative_to(staging)): digest(f) for f in sorted(staging.rglob("*")) if f.is_file()}
     (staging / _FILES).write_text(json.dumps(files), encoding="utf-8")
@@ -78,6 +79,11 @@ def save(directory: Path, state: EngineState, snapshot: HostSnapshot) -> None:
         directory.rename(old)
     staging.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _without_empty(state: EngineState) -> EngineState:
+    """The state with None for arrays of no size, as those of no checkpoints are. Orbax writes none."""
+    return jax.tree.map(lambda leaf: leaf if leaf.size else None, state)
 
 
 def load_host(directory: Path) -> HostSnapshot:
@@ -130,8 +136,9 @@ def load_state(directory: Path, like: EngineState) -> EngineState:
     place = _find(directory).absolute() / _STATE
     try:
         with checkpointing().StandardCheckpointer() as checkpointer:
-            abstract = jax.tree.map(checkpointing().utils.to_shape_dtype_struct, like)
-            return checkpointer.restore(place, abstract)
+            abstract = jax.tree.map(checkpointing().utils.to_shape_dtype_struct, _without_empty(like))
+            found = checkpointer.restore(place, abstract)
+            return jax.tree.map(lambda leaf, saved: leaf if saved is None else saved, like, found)
     except MemoryError:
         raise
     except Exception as error:  # Orbax and TensorStore raise whatever their parsers do, bare exceptions among it
@@ -231,7 +238,7 @@ def _from_json(values: dict[str, Any]) -> HostSnapshot:
     return HostSnapshot(host, values["setup"], values["shape_of"])
 
 
-_LOGS = ("output", "pages", "produced_per_round", "drafted_blocks", "verified_per_round")
+_LOGS = ("output", "pages", "produced_per_round", "drafted_blocks", "verified_per_round", "logprobs", "prompt_logprobs")
 
 
 def _sequence_to_json(sequence: Sequence) -> dict[str, Any]:
@@ -248,12 +255,13 @@ def _sequence_to_json(sequence: Sequence) -> dict[str, Any]:
 def _sequence_from_json(values: dict[str, Any]) -> Sequence:
     request = values["request"]
     sampling: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in request["sampling"].items()}
-    logs = {name: Log(values[name]) for name in _LOGS if name != "drafted_blocks"}
+    logs = {name: Log(values[name]) for name in _LOGS}
     return Sequence(
         **{
             **values,
             **logs,
             "drafted_blocks": Log(tuple(block) for block in values["drafted_blocks"]),
+            **{name: Log(map(from_plain, values[name])) for name in ("logprobs", "prompt_logprobs")},
             "hashes": Log(),
             "saves": tuple(values["saves"]),
             "request": Request(
@@ -271,7 +279,16 @@ def _update_from_json(values: dict[str, Any]) -> Update:
     completion = values["completion"]
     if completion is not None:
         blocks = tuple(tuple(block) for block in completion["drafted_blocks"])
-        lists = {name: tuple(completion[name]) for name in ("token_ids", "produced_per_round", "verified_per_round")}
+        lists = ("token_ids", "produced_per_round", "verified_per_round", "others")
         metrics = Metrics(**completion["metrics"])
-        completion = Completion(**{**completion, **lists, "drafted_blocks": blocks, "metrics": metrics})
-    return Update(values["id"], tuple(values["token_ids"]), values["text"], completion)
+        others = {"drafted_blocks": blocks, "metrics": metrics, **_logprobs_from_json(completion)}
+        completion = Completion(**{**completion, **{name: tuple(completion[name]) for name in lists}, **others})
+    return Update(values["id"], tuple(values["token_ids"]), values["text"], completion, **_logprobs_from_json(values))
+
+
+def _logprobs_from_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of an update or a completion."""
+    return {
+        name: None if values[name] is None else tuple(one if one is None else from_plain(one) for one in values[name])
+        for name in ("logprobs", "prompt_logprobs")
+    }

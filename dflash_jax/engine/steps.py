@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.engine import logprobs as scores
 from dflash_jax.engine.invariants import Violation, violations
 from dflash_jax.engine.prospects import bins_of, hand_out, survival
 from dflash_jax.engine.state import EngineState, Models, Slots
@@ -23,7 +24,7 @@ from dflash_jax.kernels.packing import Packing, pack, packing_of
 from dflash_jax.models.drafters import Proposal, drafter_of, without_damage
 from dflash_jax.models.recurrent import commit
 from dflash_jax.models.target import Extension, extend
-from dflash_jax.sampling import Sampler
+from dflash_jax.sampling import Logprobs, Sampler
 
 
 class Report(struct.PyTreeNode):
@@ -41,6 +42,8 @@ class Report(struct.PyTreeNode):
       finished: the request has produced its last token.
       stopped: it did so by a stop token.
       violation: the `Violation` found, because of which the row did nothing.
+      logprobs: of `tokens`, where they were asked for.
+      prompt_logprobs: of the tokens that follow those of a chunk, where they were asked for.
     """
 
     tokens: Int[Array, "*rounds rows block"]
@@ -54,6 +57,8 @@ class Report(struct.PyTreeNode):
     finished: Bool[Array, "*rounds rows"]
     stopped: Bool[Array, "*rounds rows"]
     violation: Int[Array, "*rounds rows"]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
 
 
 def prefill(
@@ -63,7 +68,10 @@ def prefill(
     q_len: Int[Array, " rows"],
     last: Bool[Array, " rows"],
     known_next: Int[Array, " rows"],
+    following: Int[Array, "rows chunk"] | None = None,
     *,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[EngineState, Report]:
     """Runs the next chunk of each row's prompt.
@@ -75,6 +83,9 @@ def prefill(
       q_len: real tokens in each chunk; 0 for a row that does nothing.
       last: the chunk ends the prompt: its last token's logits decide the anchor, and the slot decodes.
       known_next: the anchor of a request that resumes, which is committed already; -1 to sample it.
+      following: the token after each of the chunks', where `prompt_logprobs` are wanted.
+      logprobs: report the anchor's log-probability and those of so many of the most likely tokens; None reports none.
+      prompt_logprobs: the same of the tokens in `following`.
       implementation: of the kernels; see `kernels.dispatch`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
@@ -89,8 +100,16 @@ def prefill(
     extension = _extend(models, state, rows, tokens, jnp.where(live, q_len, 0), implementation, prefill=True)
     final = jnp.take_along_axis(extension.hidden, jnp.maximum(q_len - 1, 0)[:, None, None], axis=1)
     none = _no_proposal(idx_mapping.shape[0])
+    logits = scores.written_logits(models, final, logprobs, implementation)
     verdict = verify_hidden(
-        models, final, none, jnp.zeros_like(q_len), sampler, slots.position[slot] + q_len - 1, implementation
+        models,
+        final,
+        none,
+        jnp.zeros_like(q_len),
+        sampler,
+        slots.position[slot] + q_len - 1,
+        implementation,
+        written=logits,
     )
     ends = live & last
     sampled = ends & (known_next < 0)
@@ -119,6 +138,8 @@ def prefill(
         finished=finished,
         stopped=stopped,
         violation=violation,
+        logprobs=scores.block_logprobs(logits, anchor[:, None], logprobs),
+        prompt_logprobs=scores.prompt_logprobs(models, extension.hidden, following, prompt_logprobs, implementation),
     )
 
 
@@ -130,6 +151,7 @@ def run_round(
     drafts: int,
     width: int | None = None,
     tokens: int | None = None,
+    logprobs: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[EngineState, Report]:
     """Propose, verify, accept, commit, for every decoding slot among the rows.
@@ -144,6 +166,7 @@ def run_round(
       width: how many of a block's drafted tokens are verified, at most; all by default.
       tokens: how many tokens the target runs, anchors included: at least as many as rows. The drafted ones among them
         are those that are most likely to be kept. None runs rows x (1 + width).
+      logprobs: report each token's log-probability and those of so many of the most likely tokens; None reports none.
       implementation: of the kernels; see `kernels.dispatch`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
@@ -178,8 +201,17 @@ def run_round(
             models, state, jnp.where(live, idx_mapping, -1), run, q_len, implementation, packing=packing
         )
     with jax.named_scope("accept"):
+        logits = scores.written_logits(models, extension.hidden, logprobs, implementation)
         verdict = verify_hidden(
-            models, extension.hidden, proposal, num_verified, sampler, position, implementation, packing=packing
+            models,
+            extension.hidden,
+            proposal,
+            num_verified,
+            sampler,
+            position,
+            implementation,
+            packing=packing,
+            written=logits,
         )
         violation = jnp.where(live & ~verdict.finite, int(Violation.finite_logits), violation)
         live, speculating = live & verdict.finite, speculating & verdict.finite
@@ -215,6 +247,7 @@ def run_round(
         finished=finished,
         stopped=stopped,
         violation=violation,
+        logprobs=scores.block_logprobs(logits, kept, logprobs, packing=packing),
     )
 
 
@@ -227,6 +260,7 @@ def run_rounds(
     rounds: int,
     width: int | None = None,
     tokens: int | None = None,
+    logprobs: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[EngineState, Report]:
     """Up to `rounds` rounds without the host, ending early when a request finishes or fails.
@@ -236,7 +270,14 @@ def run_rounds(
 
     def one(state):
         return run_round(
-            models, state, chance, drafts=drafts, width=width, tokens=tokens, implementation=implementation
+            models,
+            state,
+            chance,
+            drafts=drafts,
+            width=width,
+            tokens=tokens,
+            logprobs=logprobs,
+            implementation=implementation,
         )
 
     _, shapes = jax.eval_shape(one, state)

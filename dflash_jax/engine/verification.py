@@ -24,6 +24,7 @@ def verify_hidden(
     implementation: Implementation | None = None,
     *,
     packing: Packing | None = None,
+    written: Float[Array, "*tokens vocab"] | None = None,
 ) -> Verdict:
     """Each row's drafted tokens against the target's hidden states.
 
@@ -36,6 +37,7 @@ def verify_hidden(
       proposal, num_drafts, sampler, position: see `verify`.
       implementation: of the kernels; see `kernels.dispatch`.
       packing: of hidden states that are packed.
+      written: the head's logits, where something else needs them too.
 
     Returns:
       What to keep. Logits that are not finite decide nothing: the verdict ends before the first of them,
@@ -45,7 +47,8 @@ def verify_hidden(
     head = target_head(models.target)
 
     def from_logits() -> tuple[Verdict, Bool[Array, "rows block"]]:
-        logits = unpack(head.logits(hidden, implementation=implementation), packing)
+        logits = head.logits(hidden, implementation=implementation) if written is None else written
+        logits = unpack(logits, packing)
         verdict = verify(logits, proposal.tokens, num_drafts, proposal.candidates, proposal.probs, sampler, position)
         # Of logits with a NaN among them, the largest is NaN.
         best = jnp.argmax(logits, axis=-1, keepdims=True)
@@ -56,7 +59,7 @@ def verify_hidden(
             value, best = (unpack(x, packing) for x in head.best(hidden, 1, implementation=implementation))
         return verify_greedy(best[..., 0], proposal.tokens, num_drafts), jnp.isfinite(value[..., 0])
 
-    if head.writes_logits(hidden, implementation=implementation):
+    if written is not None or head.writes_logits(hidden, implementation=implementation):
         verdict, finite = from_logits()
     else:
         verdict, finite = jax.lax.cond(jnp.any(sampler.temperature > 0), from_logits, from_best)

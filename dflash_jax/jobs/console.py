@@ -9,18 +9,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.markup import escape
 
 from dflash_jax.acceptance import Acceptance, total_acceptance
 from dflash_jax.compiling import CompileWatch
 from dflash_jax.engine import Engine
+from dflash_jax.errors import visible
 from dflash_jax.jobs.ledger import Result
 from dflash_jax.jobs.reader import Item
 from dflash_jax.jobs.summary import summary_path
 from dflash_jax.jobs.summary_table import summary_table
 from dflash_jax.kernels.compact import Compact, is_compact
-from dflash_jax.progress import Bar
+from dflash_jax.progress import Bar, plain_console
 
 _WINDOW_SECONDS = 10.0
 _ERRORS_SHOWN = 5
@@ -36,7 +35,7 @@ class JobConsole:
           samples: how many answers `outcome` shows.
           quiet: show nothing while the job runs.
         """
-        self._err = Console(stderr=True, quiet=quiet, highlight=False)
+        self._err = plain_console(stderr=True, quiet=quiet)
         self._samples = samples
         self._shown: list[tuple[Item, Result]] = []
         self._errors: list[str] = []
@@ -73,7 +72,7 @@ class JobConsole:
 
     def note(self, text: str) -> None:
         """Prints a line on stderr."""
-        self._err.print(escape(text), soft_wrap=True)
+        self._err.print(visible(text), soft_wrap=True)
 
     def loaded(self, engine: Engine, seconds: float) -> None:
         """Says what will run, and how long it took to load."""
@@ -139,21 +138,21 @@ class JobConsole:
 
     def outcome(self, found: Mapping[str, Any]) -> None:
         """Prints some answers and the summary on stdout."""
-        console = Console(highlight=False)
+        console = plain_console()
         for item, result in self._shown:
-            console.print(f"[bold]{escape(_prompt_text(item))}[/bold]", soft_wrap=True)
-            console.print(escape(_answer_text(result)) + "\n", soft_wrap=True)
+            console.print(_prompt_text(item), style="bold", soft_wrap=True)
+            console.print(_answer_text(result) + "\n", soft_wrap=True)
         nothing = found["status"] == "finished" and not self._worked
         console.print("generate: nothing was left to do" if nothing else f"generate: {found['status']}")
         if found.get("reason"):
-            console.print(escape(found["reason"]), soft_wrap=True)
+            console.print(visible(found["reason"]), soft_wrap=True)
         console.print(summary_table(found))
         for error in self._errors:
-            console.print(f"[red]error[/red] {escape(error)}", soft_wrap=True)
+            console.print(f"error: {visible(error)}", style="red", soft_wrap=True)
         if self._failed > len(self._errors):
             console.print(f"... and {self._failed - len(self._errors)} more errors, in the output", soft_wrap=True)
-        console.print(f"answers: {escape(found['output'])}", soft_wrap=True)
-        console.print(f"summary: {escape(str(summary_path(found['output'])))}", soft_wrap=True)
+        console.print(visible(f"answers: {found['output']}"), soft_wrap=True)
+        console.print(visible(f"summary: {summary_path(found['output'])}"), soft_wrap=True)
 
 
 def describe(engine: Engine) -> str:
@@ -185,5 +184,5 @@ def _answer_text(result: Result) -> str:
 
 
 def _short(text: str, limit: int = 160) -> str:
-    text = text.strip()
+    text = visible(text.strip(), keep="\n\t")
     return text if len(text) <= limit else text[: limit - 3].rstrip() + "..."

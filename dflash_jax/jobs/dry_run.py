@@ -5,15 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
+from dflash_jax.errors import visible
 from dflash_jax.jobs import summary
 from dflash_jax.jobs.config import JobConfig
 from dflash_jax.jobs.formats import read_output
 from dflash_jax.jobs.inspect import Inspection, inspect_checkpoint, print_inspection
 from dflash_jax.jobs.ledger import Ledger
 from dflash_jax.jobs.reader import BadLine, read_items
+from dflash_jax.progress import plain_console
 
 _SHOWN = 5
 
@@ -76,10 +75,10 @@ def dry_run(config: JobConfig, *, overwrite: bool = False) -> DryRun:
 def print_dry_run(found: DryRun, config: JobConfig) -> None:
     """Prints it on stdout."""
     print_inspection(found.models)
-    console = Console(highlight=False)
+    console = plain_console()
     console.print(f"{found.run} lines to run, {found.done} answered already, {len(found.bad)} that cannot be run")
     for line in found.bad[:_SHOWN]:
-        console.print(f"[red]error[/red] {line.row} {line.line}: {escape(line.error)}", soft_wrap=True)
+        console.print(f"error: {line.row} {line.line}: {visible(line.error)}", style="red", soft_wrap=True)
     if len(found.bad) > _SHOWN:
         console.print(f"... and {len(found.bad) - _SHOWN} more")
-    console.print(escape(f"answers would go to {config.output.path}"), soft_wrap=True)
+    console.print(visible(f"answers would go to {config.output.path}"), soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ import jax
 
 from dflash_jax.acceptance import total_acceptance
 from dflash_jax.compiling import CompileWatch
-from dflash_jax.engine import Completion, Engine
+from dflash_jax.engine import Completion, Engine, samples_of
 from dflash_jax.errors import ConfigError, DflashError, InvariantError, RequestError, cut
 from dflash_jax.jobs import summary
 from dflash_jax.jobs.checkpoint import JobSnapshot
@@ -23,6 +24,7 @@ from dflash_jax.jobs.console import JobConsole
 from dflash_jax.jobs.disk_map import DiskMap
 from dflash_jax.jobs.formats import open_input, open_output
 from dflash_jax.jobs.formats.base import Reader, Results
+from dflash_jax.jobs.in_flight import InFlight
 from dflash_jax.jobs.reader import BadLine, Item, read_items
 from dflash_jax.jobs.results import answer, refusal
 from dflash_jax.jobs.resume import Resumption
@@ -108,7 +110,7 @@ class _Job:
         self._engine: Engine | None = None
         self._snapshot = JobSnapshot(config.output.path, config.identity(), config.output.checkpoint_every)
         self._resumption: Resumption | None = None
-        self._in_flight: dict[str, Item] = {}
+        self._in_flight = InFlight()
         self._refused = DiskMap()
         self._sample: list[Item] = []
         self._begin = watch.clock()
@@ -237,8 +239,9 @@ class _Job:
             for update in engine.step():
                 self._tokens += len(update.token_ids)
                 self._console.tokens(len(update.token_ids))
-                if update.completion is not None:
-                    self._finish(self._in_flight.pop(update.id), update.completion)
+                whole = None if update.completion is None else self._in_flight.finish(update.completion)
+                if whole is not None:
+                    self._finish(*whole)
             # After this step's results are written: a request in neither place would have to start over.
             if self._snapshot.due and engine.has_work:
                 self._snapshot.take(engine)
@@ -260,7 +263,9 @@ class _Job:
         report, left = self._config.report, max(1, self._lines - self._output.answers)
         self._console.doing("preparing programs")
         before, begin = self._watch.programs, time.perf_counter()
-        engine.warmup(requests=left, plain=min(report.compare_requests, left) if report.compare_plain else 0)
+        left *= self._config.defaults.n
+        plain = min(report.compare_requests, left) if report.compare_plain else 0
+        engine.warmup(requests=left, plain=plain, sampling=self._config.defaults)
         self._console.prepared(self._watch.programs - before, time.perf_counter() - begin)
 
     def _submit(self, item: Item) -> None:
@@ -268,8 +273,10 @@ class _Job:
         if self._resumption is None:
             self._resumption = self._resume(engine)
         try:
-            if not self._resumption.claim(item):
-                engine.add_request(item.prompt, item.sampling, request_id=str(item.id))
+            missing = self._resumption.claim(item)
+            tokens = engine.tokenize(item.prompt) if missing else ()
+            for name, sampling in missing:
+                engine.add_request(tokens, sampling, request_id=name)
         except RequestError as error:
             self._refuse(item, str(error))
         except (DflashError, MemoryError):
@@ -279,7 +286,7 @@ class _Job:
             what = f"{type(error).__name__}: {error}"
             self._refuse(item, f"the prompt cannot be used ({cut(what)})")
         else:
-            self._in_flight[str(item.id)] = item
+            self._in_flight.add(item)
             self._keep_for_comparison(item)
 
     def _resume(self, engine: Engine) -> Resumption:
@@ -311,4 +318,5 @@ class _Job:
 
     def _keep_for_comparison(self, item: object) -> None:
         if isinstance(item, Item) and len(self._sample) < self._config.report.compare_requests:
-            self._sample.append(item)
+            first = samples_of("", item.sampling)[0][1]
+            self._sample.append(dataclasses.replace(item, sampling=first))

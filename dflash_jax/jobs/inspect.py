@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from dflash_jax.checkpoints import Description, describe
@@ -15,8 +13,9 @@ from dflash_jax.checkpoints.tensors import check_weights
 from dflash_jax.engine.config import EngineConfig
 from dflash_jax.engine.device import default_weights
 from dflash_jax.engine.memory import Sizes, divide, sizes_of
-from dflash_jax.errors import ConfigError
+from dflash_jax.errors import ConfigError, visible
 from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig, check_pair
+from dflash_jax.progress import plain_console
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,9 +124,9 @@ def _memory(found: list[Description], engine: EngineConfig, held: Sequence[str |
 
 def print_inspection(inspection: Inspection) -> None:
     """Prints an inspection on stdout."""
-    console = Console(highlight=False)
+    console = plain_console()
     for description in inspection.models:
-        console.print(escape(f"{description.role} {description.source}"), soft_wrap=True)
+        console.print(visible(f"{description.role} {description.source}"), soft_wrap=True)
         console.print(_model_table(description, inspection.k))
     console.print("memory" if len(inspection.models) == 1 else "memory, target and draft together")
     console.print(_memory_table(inspection))

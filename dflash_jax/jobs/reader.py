@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.engine.admission import Prompt
-from dflash_jax.engine.request import SamplingParams
+from dflash_jax.engine.prompts import Prompt
+from dflash_jax.engine.request import SamplingParams, sample_id
 from dflash_jax.errors import RequestError, cut, quote
 from dflash_jax.jobs.config import InputFile
 from dflash_jax.jobs.disk_map import DiskMap
@@ -28,11 +28,8 @@ _SAMPLING_KEYS = tuple(field.name for field in dataclasses.fields(SamplingParams
 # Parameters that other engines take beside the prompt and this one does not have. To pass them over would be to
 # answer something else than was asked.
 _FOREIGN_KEYS = [
-    "n",
     "best_of",
-    "logprobs",
     "top_logprobs",
-    "prompt_logprobs",
     "logit_bias",
     "presence_penalty",
     "frequency_penalty",
@@ -123,12 +120,21 @@ def read_items(
         while made in seen:
             made += "'"
         item = _read(reader, shape, number, row, made, defaults)
-        earlier = seen.get(str(item.id))
-        if earlier is not None:
-            error = f"the id {quote(item.id)} is already that of {reader.row} {earlier}; ids must be unique"
-            item = BadLine(number, made, error, reader.row)
-        seen[str(item.id)] = number
+        for name in _names(item):
+            earlier = seen.get(name)
+            if earlier is not None:
+                which = quote(item.id) if name == str(item.id) else f"{quote(name)} of one of its samples"
+                error = f"the id {which} is already that of {reader.row} {earlier}; ids must be unique"
+                item = BadLine(number, made, error, reader.row)
+                break
+        for name in _names(item):
+            seen[name] = number
         yield item
+
+
+def _names(item: Item | BadLine) -> list[str]:
+    """The ids that nobody else can have: a line's own, and those of its samples."""
+    return [sample_id(str(item.id), index) for index in range(item.sampling.n if isinstance(item, Item) else 1)]
 
 
 def _read(reader: Reader, shape: Shape, number: int, row: Any, made: str, defaults: SamplingParams) -> Item | BadLine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflash_jax.engine import Engine
+from dflash_jax.engine import Engine, SamplingParams, samples_of
 from dflash_jax.jobs.reader import Item
 
 
@@ -19,22 +19,28 @@ class Resumption:
         """Ids of the requests that no line has claimed so far."""
         return tuple(self._open)
 
-    def claim(self, item: Item) -> bool:
-        """Whether the engine is answering an input line already.
+    def claim(self, item: Item) -> list[tuple[str, SamplingParams]]:
+        """The samples of an input line that the engine is not answering already, by their ids.
 
-        A request that asks something else than the line does now is aborted.
+        A request that asks something else than the line does now is aborted. A sample that had finished when the
+        snapshot was taken, and whose line had not, is asked for again: it is the same again.
 
         Raises:
           RequestError: the line's prompt cannot be tokenized.
         """
-        request = self._open.get(str(item.id))
-        if request is None:
-            return False
-        if self._engine.tokenize(item.prompt) != request.prompt or item.sampling != request.sampling:
-            self._drop(request.id)
-            return False
-        del self._open[request.id]
-        return True
+        samples = samples_of(str(item.id), item.sampling)
+        if not any(name in self._open for name, _ in samples):
+            return samples
+        missing, prompt = [], self._engine.tokenize(item.prompt)
+        for name, sampling in samples:
+            request = self._open.get(name)
+            if request is not None and (prompt, sampling) == (request.prompt, request.sampling):
+                del self._open[name]
+                continue
+            if request is not None:
+                self._drop(name)
+            missing.append((name, sampling))
+        return missing
 
     def drop_unclaimed(self) -> None:
         """Aborts the requests that no line claims: their answers are written already, or the input has changed."""

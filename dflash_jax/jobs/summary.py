@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -34,7 +35,7 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
     sums: Counter[str] = Counter()
     times = {"ttft_s": Spread(), "tpot_s": Spread()}
     acceptance, positions = Acceptance(), Positions()
-    for result in results:
+    for result in itertools.chain.from_iterable(result.get("samples") or (result,) for result in results):
         metrics = result.get("metrics") or {}
         reasons[result["finish_reason"]] += 1
         sums["prompt_tokens"] += result.get("prompt_tokens", 0)

@@ -62,6 +62,12 @@ class Vocabulary:
         found = self._backend.convert_ids_to_tokens(token)
         return found if isinstance(found, str) else None
 
+    def text(self, token: int) -> str:
+        """A token's text by itself, with the space it may begin with; bytes that are no character are U+FFFD."""
+        if self._rule is not None:
+            return self._bytes[False][token].decode("utf-8", errors=self._rule.errors)
+        return "" if self.piece(token) is None else self._decode([token])
+
     def _decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens together; none where the tokenizer's own decoder fails on them."""
         try:

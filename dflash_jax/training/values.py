@@ -6,6 +6,7 @@ by a value before it is checked.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,7 +56,7 @@ def _check_path(path: str) -> str:
         path.encode()
     except UnicodeEncodeError:
         raise ValueError("a path has no half of a surrogate pair") from None
-    return path
+    return os.path.expanduser(path)
 
 
 def _text(value: Any) -> Any:
@@ -68,7 +69,7 @@ def _source(value: Any) -> Any:
 
 
 def _directory(value: Any) -> Any:
-    return Path(_check_path(value)).expanduser() if isinstance(value, str) else value
+    return Path(_check_path(value)) if isinstance(value, str) else value
 
 
 PathText = Annotated[str, BeforeValidator(_text), AfterValidator(_check_path)]

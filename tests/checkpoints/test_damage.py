@@ -214,6 +214,19 @@ def test_weights_that_are_not_finite_are_refused_by_tensor(models, tmp_path, dty
             load_draft(tmp_path / "d", held)
 
 
+@pytest.mark.parametrize("held", ["float32", "bfloat16"])
+def test_a_nan_that_traps_is_refused_without_a_warning(models, tmp_path, recwarn, held):
+    config, params = models.drafts["dflash2"], models.params(models.drafts["dflash2"])
+    save_draft(tmp_path / "d", config, params, "float32")
+    file = tmp_path / "d" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["norm.weight"].view(np.uint32)[3] = 0x7F800001
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"'norm\.weight' .* has nan at \[3\]"):
+        load_draft(tmp_path / "d", held)
+    assert not recwarn.list
+
+
 def test_weights_too_large_for_the_dtype_they_are_held_in_are_refused(models, tmp_path):
     config, params = models.targets["qwen3_moe"], models.params(models.targets["qwen3_moe"])
     save_target(tmp_path / "t", config, params)

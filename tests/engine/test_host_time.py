@@ -71,7 +71,9 @@ def test_a_request_without_pages_is_admitted_as_soon_as_another_has_cached_enoug
     served = engine("recall-dflash2", pages=11, prefill_chunk=16)
     served.add_request(prompt, {"max_tokens": 4, "ignore_eos": True}, request_id="first")
     served.step()
-    served.add_request(prompt, {"max_tokens": 4, "ignore_eos": True}, request_id="same")
+    # Equal pages, but another end: for the very same prompt it would wait in any case.
+    almost = [*prompt[:-1], (prompt[-1] + 1) % 56]
+    served.add_request(almost, {"max_tokens": 4, "ignore_eos": True}, request_id="same")
     served.step()
     assert served.slot_of("same") is None and served.host.refusal is not None
     while served.slot_of("same") is None:

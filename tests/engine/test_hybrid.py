@@ -159,6 +159,20 @@ def test_snapshots_and_forks_in_the_middle(tmp_path):
             assert_is_golden(completion, cases(HYBRID)[int(index)])
 
 
+@pytest.mark.parametrize("sizes", [{"checkpoints": 0}, {"prefix_cache": False}])
+def test_an_engine_without_checkpoints_has_snapshots_like_any(tmp_path, sizes):
+    served = engine(HYBRID, **sizes)
+    served.add_request(prompts(HYBRID)[4], SAMPLING, request_id="4")
+    for _ in range(6):
+        served.step()
+    served.snapshot(tmp_path / "snapshot")
+    restored = Engine.restore(tmp_path / "snapshot", engine(HYBRID, **sizes))
+    check_state(restored.models, restored.host, restored.state)
+    assert jax.tree.structure(restored.state) == jax.tree.structure(served.state)
+    for one in (restored, Engine.restore(tmp_path / "snapshot", engine(HYBRID, **sizes), draft=GOLDEN / HYBRID)):
+        assert_is_golden(finish(one)["4"], cases(HYBRID)[4])
+
+
 def test_a_fork_without_a_draft_rebuilds_the_states():
     served = engine(HYBRID)
     served.add_request(prompts(HYBRID)[4], SAMPLING, request_id="4")

@@ -1,19 +1,21 @@
-"""A report reaches the host as one array."""
+"""A report reaches the host as one array, and with log-probabilities as that array and theirs."""
 
 from __future__ import annotations
 
-import dataclasses
-
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.engine.readback import as_array, report_of
+from dflash_jax.engine.readback import receive, send
 from dflash_jax.engine.steps import Report
+from dflash_jax.sampling import Logprobs
 
 
 @pytest.mark.parametrize("rounds", [(), (4,)])
 @pytest.mark.parametrize("drafts", [0, 1, 7])
-def test_a_report_comes_back_as_it_was(rounds, drafts):
+@pytest.mark.parametrize("top", [None, 0, 5])
+def test_a_report_comes_back_as_it_was(rounds, drafts, top):
     draw = np.random.default_rng(0)
     shape = (*rounds, 3)
 
@@ -33,8 +35,15 @@ def test_a_report_comes_back_as_it_was(rounds, drafts):
         stopped=draw.random(shape) > 0.5,
         violation=numbers(),
     )
-    back = report_of(np.asarray(as_array(report)), drafts)
-    for field in dataclasses.fields(Report):
-        sent, came = getattr(report, field.name), getattr(back, field.name)
-        assert came.dtype == sent.dtype, field.name
-        np.testing.assert_array_equal(came, sent, field.name)
+    if top is not None:
+        found = numbers(1), numbers(1), numbers(1, top), numbers(1, top)
+        logprob, rank, names, values = found
+        report = report.replace(logprobs=Logprobs(logprob.astype(np.float32), rank, names, values.astype(np.float32)))
+    sent = jax.tree.map(jnp.asarray, send(report))
+    assert len(jax.tree.leaves(sent)) == (1 if top is None else 5)
+    back = receive(sent, drafts)
+    assert jax.tree.structure(back) == jax.tree.structure(report)
+    for (path, came), was in zip(jax.tree.leaves_with_path(back), jax.tree.leaves(report), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert came.dtype == was.dtype, name
+        np.testing.assert_array_equal(came, was, name)

@@ -32,9 +32,9 @@ def test_a_prompt_that_cannot_be_answered_is_refused(prompt, message):
     assert not served.has_work
 
 
-@pytest.mark.parametrize("prompts_", ["hello", [60, 25], 7, None])
-def test_one_prompt_in_place_of_a_list_is_refused(prompts_):
-    with pytest.raises(RequestError, match="it must be a list of prompts, also if there is only one"):
+@pytest.mark.parametrize("prompts_", [7, None, b"hello", 1.5])
+def test_what_is_no_prompt_and_holds_none_is_refused(prompts_):
+    with pytest.raises(RequestError, match=r"it must be a prompt .* or several"):
         engine(PAIR).generate(prompts_)
 
 

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 
-from dflash_jax.engine import Engine
+from dflash_jax.engine import Engine, SamplingParams
 from dflash_jax.errors import ConfigError, DflashError
 from dflash_jax.jobs.console import JobConsole
+from dflash_jax.jobs.reader import Item
 from dflash_jax.jobs.summary import summary_path
 from dflash_jax.jobs.writer import ResultFile
 from tests.jobs.recall_job import CASES, prompt
@@ -142,6 +143,18 @@ def test_the_outcome_shows_compilation_and_the_spread_of_the_speed_up(job, capsy
         assert word in said
     assert re.search("in ([2-4] pairs|1 pair) ", said)
     assert "compilation included" not in said
+
+
+def test_prompts_and_answers_are_shown_as_they_are(job, capsys):
+    found = job.run()
+    console = JobConsole(samples=1)
+    item = Item(1, "a", "is [/b] :heart: [red]", SamplingParams())
+    console.finished(item, job.rows()[0] | {"text": "no, [/i] :smile:\n\tis\x1b[2J \\"})
+    console.refused({"error": "[/u] \x1b[2J"})
+    console.outcome(found)
+    said = capsys.readouterr().out
+    for text in ("is [/b] :heart: [red]\n", "no, [/i] :smile:\n\tis\\x1b[2J \\\n", "error: [/u] \\x1b[2J\n"):
+        assert text.expandtabs() in said.expandtabs()
 
 
 # Outputs.

@@ -44,6 +44,9 @@ class Echo:
     def has_work(self):
         return bool(self.queue)
 
+    def tokenize(self, prompt):
+        return prompt
+
     def add_request(self, prompt, sampling, *, request_id=None):
         request_id = f"request-{len(self.queue)}" if request_id is None else request_id
         assert isinstance(sampling, SamplingParams) and isinstance(request_id, str)
@@ -56,7 +59,7 @@ class Echo:
         ids, self.queue = self.queue, []
         return [Update(i, (1,), "x", Completion(i, 1, (1,), "x", "length", None, None, METRICS, (), ())) for i in ids]
 
-    def warmup(self, *, requests, plain):
+    def warmup(self, *, requests, plain, sampling):
         assert requests >= 1 and plain >= 0
 
     def counters(self):
@@ -131,7 +134,7 @@ RECORDS = st.fixed_dictionaries(
         "prompt_token_ids": st.one_of(VALUES, st.lists(st.integers(-2, 70), max_size=4)),
         "sampling": st.one_of(
             VALUES,
-            st.dictionaries(st.sampled_from([*SamplingParams.__dataclass_fields__, "n", "x"]), VALUES, max_size=3),
+            st.dictionaries(st.sampled_from([*SamplingParams.__dataclass_fields__, "x"]), VALUES, max_size=3),
         ),
         "temperature": VALUES,
         "logprobs": VALUES,

@@ -155,7 +155,7 @@ def test_a_sampling_parameter_beside_the_prompt_is_told_its_place(tmp_path, name
     assert item.error == f'{name} is beside the prompt; it belongs into "sampling": {json.dumps({name: value})}'
 
 
-@pytest.mark.parametrize("name", ["n", "logprobs", "best_of", "presence_penalty", "response_format", "logit_bias"])
+@pytest.mark.parametrize("name", ["best_of", "top_logprobs", "presence_penalty", "response_format", "logit_bias"])
 def test_a_sampling_parameter_that_there_is_not_is_refused(tmp_path, name):
     item = read_one(tmp_path, **{name: 1})
     assert isinstance(item, BadLine) and f"{name} is no sampling parameter here" in item.error

@@ -74,6 +74,14 @@ def test_a_batch_gets_the_tokens_that_lines_of_this_package_get(job):
     } == whole
 
 
+def test_several_samples_are_several_choices(job):
+    job.prompts(request("a", n=2, temperature=1.0, seed=3, max_tokens=8))
+    job.run()
+    [line] = lines(job.output)
+    body = Completion.model_validate(line["response"]["body"])
+    assert [choice.index for choice in body.choices] == [0, 1] and body.usage.completion_tokens == 16
+
+
 def test_a_batch_that_is_run_again_does_only_what_is_missing(job):
     job.prompts(request("a"), request("bad", stream=True), request("b"))
     job.run()
@@ -154,8 +162,8 @@ def test_parameters_of_the_body_are_those_of_sampling(read):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"n": 2}, "body.n is 2, which is not supported; leave it out, or give 1"),
-        ({"n": True}, "body.n is True"),
+        ({"n": 0}, "sampling.n is 0"),
+        ({"best_of": 2}, "body.best_of is 2, which is not supported; leave it out, or give 1"),
         ({"logprobs": True}, "body.logprobs is True"),
         ({"top_logprobs": 3}, "body.top_logprobs is 3"),
         ({"stream": True}, "body.stream is True"),

@@ -483,7 +483,6 @@ _OF_GOLDEN_PAIRS = (
                 "                ))\n"
                 "            )),",
             ),
-            ("engine/run.py", "import Plan, make_plan\n", "import Decode, Plan, make_plan\n"),
         ),
         _SITUATIONS + "test_a_prompt_that_ends_in_a_step_takes_no_part_in_its_round",
         r"violated|assert",
@@ -1135,12 +1134,103 @@ _OF_STARTS = (
     ),
 )
 
+_LOGPROBS = "tests/engine/test_logprobs.py::"
+_SAMPLES = "tests/engine/test_samples.py::"
+
+_OF_OUTPUTS = (
+    Mutant(
+        "take a token's log-probability one place late in its block",
+        (
+            (
+                "engine/logprobs.py",
+                "logprobs_of(logits, pack(tokens, packing), top)",
+                "logprobs_of(jnp.roll(logits, -1, axis=-2), pack(tokens, packing), top)",
+            ),
+        ),
+        _LOGPROBS + "test_logprobs_are_those_of_a_full_float64_forward[recall-dflash2-greedy]",
+        r"assert",
+    ),
+    Mutant(
+        "tell log-probabilities after temperature and top-p",
+        (
+            (
+                "sampling/logprobs.py",
+                "logits.reshape(-1, vocab).astype(jnp.float32)",
+                "logits.reshape(-1, vocab).astype(jnp.float32) / 3",
+            ),
+        ),
+        _LOGPROBS + "test_logprobs_are_those_of_a_full_float64_forward[recall-dflash2-sampled]",
+        r"assert",
+    ),
+    Mutant(
+        "find log-probabilities in every step",
+        (("engine/logprob_records.py", "if asked else None", "if asked else 0"),),
+        _LOGPROBS + "test_nothing_is_computed_for_requests_that_do_not_ask",
+        r"though nobody asked",
+    ),
+    Mutant(
+        "keep records of tokens behind a stop string",
+        (
+            (
+                "engine/absorb.py",
+                "records(taken, row.logprobs, top, read.token_text)",
+                "records(row.committed, row.logprobs, top, read.token_text)",
+            ),
+        ),
+        _LOGPROBS + "test_each_output_token_has_one_logprob_however_the_output_ends[5]",
+        r"assert",
+    ),
+    Mutant(
+        "keep a prompt's log-probabilities again after a preemption",
+        (("engine/absorb.py", "    fresh = len(known) - sequence.position\n", "    fresh = 0\n"),),
+        _LOGPROBS + "test_a_request_preempted_within_its_prompt_goes_on_from_what_it_knows[1-recall-dflash2]",
+        r"assert|mismatch",
+    ),
+    Mutant(
+        "share cached pages with a prompt whose log-probabilities are wanted",
+        (
+            (
+                "engine/admit.py",
+                "        wanted = min(full, sequence.shareable // pool.page_size)\n",
+                "        wanted = full\n",
+            ),
+        ),
+        _LOGPROBS + "test_a_prompt_with_logprobs_is_run_whole_and_then_serves_others",
+        r"assert",
+    ),
+    Mutant(
+        "run a prompt for each of its samples",
+        (
+            (
+                "engine/admit.py",
+                "sequence, pool = _next(host), host.pool",
+                "sequence, pool = host.waiting.first, host.pool",
+            ),
+        ),
+        _SAMPLES + "test_the_prompt_is_run_once_and_the_others_share_its_pages[recall-dflash2]",
+        r"assert",
+    ),
+    Mutant(
+        "give all samples one seed",
+        (("engine/request.py", "(sampling.seed + index) % 2**32", "sampling.seed"),),
+        _SAMPLES + "test_each_sample_is_the_answer_of_a_request_of_its_own_with_the_derived_seed",
+        r"assert",
+    ),
+    Mutant(
+        "write a row before all of its samples are there",
+        (("jobs/in_flight.py", "        if len(there) < item.sampling.n:\n", "        if not there:\n"),),
+        "tests/jobs/test_job_samples.py::test_a_row_has_all_samples_and_the_summary_counts_them",
+        r"KeyError",
+    ),
+)
+
 MUTANTS = (
     *_OF_GOLDEN_PAIRS,
     *_OF_THE_HOST,
     *_OF_HYBRIDS,
     *_OF_HYBRID_MODELS,
     *_OF_JOBS,
+    *_OF_OUTPUTS,
     *_OF_STARTS,
     *_OF_TEXT,
     *_OF_WIDTH,

@@ -140,3 +140,16 @@ def test_streaming_costs_the_same_per_token_however_long_the_text(name):
     for _ in range(10):
         seconds()
     assert min(seconds() for _ in range(3)) < 5 * first
+
+
+def test_a_token_has_a_text_of_its_own_with_its_space_and_special_ones_too():
+    [space_a, byte, special] = ids_of(LLAMA, "▁a", "<0xF0>", "<s>")
+    assert [LLAMA.token_text(token) for token in (space_a, byte, special)] == [" a", MARK, "<s>"]
+    assert [BYTE_LEVEL.token_text(token) for token in byte_ids(BYTE_LEVEL, b"a\xf0")] == ["a", MARK]
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_every_id_has_a_text_and_ids_of_no_token_have_none(kind):
+    tokenizer = EVERY[kind]
+    assert all(isinstance(tokenizer.token_text(token), str) for token in range(tokenizer.vocab_size))
+    assert [tokenizer.token_text(token) for token in STRANGE] == [""] * len(STRANGE)

@@ -22,14 +22,13 @@ _KEYS = ("custom_id", "method", "url", "body")
 
 _PROMPT_KEYS = {CHAT: (*CHAT_KEYS, "max_completion_tokens"), COMPLETIONS: ("prompt",)}
 
-_SAMPLES = ("n", "best_of", "logprobs", "top_logprobs", "prompt_logprobs")
-"""Parameters that ask for more than one answer, or for more in it; what they may be is among the neutral values."""
+_SAMPLES = ("best_of", "logprobs", "top_logprobs", "prompt_logprobs")
+"""Parameters that ask for more than the answers; what they may be is among the neutral values."""
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in _SAMPLES)
 """Sampling parameters that go by the same name in a body: OpenAI's, and those that other engines have beside them."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),

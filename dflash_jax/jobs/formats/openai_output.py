@@ -115,7 +115,7 @@ def from_line(line: Any) -> Result | None:
         body = line["response"]["body"]
         found = {"id": line["custom_id"], **body[_OWN]}
         if "text" not in found and "choices" in body:
-            [choice] = body["choices"]
+            choice = body["choices"][0]
             found["text"] = choice["text"] if "text" in choice else choice["message"]["content"]
     except (KeyError, TypeError, ValueError, IndexError):
         return None
@@ -125,21 +125,15 @@ def from_line(line: Any) -> Result | None:
 def _answer(result: Result, name: str) -> dict[str, Any]:
     asked = result.get("request") or {}
     chat = asked.get("url", CHAT) == CHAT
-    text = result["text"]
-    reason = result["finish_reason"] if result["finish_reason"] in ("stop", "length") else "stop"
-    choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
-    if chat:
-        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-    else:
-        choice["text"] = text or ""
+    samples = result.get("samples") or [result]
     metrics = result.get("metrics") or {}
-    produced = len(result["token_ids"])
+    produced = sum(len(sample["token_ids"]) for sample in samples)
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": asked.get("model", _OWN),
-        "choices": [choice],
+        "choices": [_choice(sample, index, chat) for index, sample in enumerate(samples)],
         "usage": {
             "prompt_tokens": result["prompt_tokens"],
             "completion_tokens": produced,
@@ -147,6 +141,14 @@ def _answer(result: Result, name: str) -> dict[str, Any]:
             "prompt_tokens_details": {"cached_tokens": metrics.get("cached_tokens") or 0},
         },
     }
+
+
+def _choice(sample: Result, index: int, chat: bool) -> dict[str, Any]:
+    reason = sample["finish_reason"] if sample["finish_reason"] in ("stop", "length") else "stop"
+    choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+    if chat:
+        return {**choice, "message": {"role": "assistant", "content": sample["text"], "refusal": None}}
+    return {**choice, "text": sample["text"] or ""}
 
 
 def _error(result: Result, status: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash_jax.engine.admission import Prompt
+from dflash_jax.engine.prompts import Prompt
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError
 from dflash_jax.jobs.reader import BadLine, read_items

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dflash_jax.engine import Engine
-from dflash_jax.engine.admission import Prompt
+from dflash_jax.engine.prompts import Prompt
 from dflash_jax.errors import RequestError
 from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, read_conversations

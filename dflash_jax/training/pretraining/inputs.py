@@ -60,7 +60,7 @@ def _make_sequences(directory: Path, section: RuleSection) -> None:
 
 
 def _make_target(config: TrainConfig, section: PretrainSection, stop: Stop | None) -> None:
-    directory = Path(config.target).expanduser()
+    directory = Path(config.target)
     if config.target.startswith("wheel:") or directory.suffix == ".gguf":
         raise ConfigError(
             f"pretrain is given, but target {config.target!r} is no directory that a new target could be written to; "
