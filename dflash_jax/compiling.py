@@ -10,16 +10,20 @@ from typing import Any
 
 import jax.monitoring
 
+from dflash_jax.kernels.native.build import BUILDING
 from dflash_jax.programs import LOADING, MADE, PREPARING
+
+_COMPILING = "/jax/core/compile/backend_compile_duration"
 
 _PHASES = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lowering",
-    "/jax/core/compile/backend_compile_duration": "compiling",
+    _COMPILING: "compiling",
+    BUILDING: "compiling",
     LOADING: "loading",
     PREPARING: "preparing",
 }
-"""The parts of a compilation, as it is reported when each begins and ends: by JAX, and of programs kept whole."""
+"""The parts of a compilation, as each is reported when it begins and ends: by JAX, of programs kept whole, of C++."""
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
@@ -97,7 +101,7 @@ class CompileWatch:
         seconds = time.perf_counter() - begin
         if not self._open:
             self.seconds += seconds
-        if _PHASES[event] == "compiling":
+        if event == _COMPILING:
             hit, self._hit = self._hit, False
             self._made(program, seconds + self._traced.pop(program, 0.0), hit)
         elif not self._open and _PHASES[event] in ("tracing", "lowering"):

@@ -21,6 +21,7 @@ KEYS: dict[Kind, frozenset[str]] = {
             "seed",
             "dtype",
             "log_every",
+            "tensorboard",
             "draft",
             "init",
             "data",

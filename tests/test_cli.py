@@ -200,6 +200,16 @@ def test_the_installed_command_refuses_like_the_function(tmp_path):
         ["generate", str(CONFIGS / "recall.yaml"), "--set", "engine.max_slot=1"],
         ["generate", str(CONFIGS / "recall.yaml"), "--set", "sampling.top_k=-1"],
         ["generate", str(CONFIGS / "train-recall.yaml")],
+        ["generate", str(CONFIGS / "recall.yaml"), "--set", f"target.path={GOLDEN / 'recall-target'}"],
+        *(
+            ["generate", str(CONFIGS / "recall.yaml"), "--set", f"input.path={GOLDEN.parent / name}", *more]
+            for name, more in {
+                "golden/recall-dflash2.json": ["--set", "target.path=absent"],
+                "golden": [],
+                "conftest.py": ["--set", f"target.path={GOLDEN / 'recall-target'}", "--set", "draft.path=absent.gguf"],
+                "golden/recall-target/config.json": ["--set", f"target.path={GOLDEN.parent}"],
+            }.items()
+        ),
         ["train", str(CONFIGS / "train-recall.yaml"), "--set", "draft.layers=1"],
         ["export", "absent.yaml", "somewhere"],
         ["inspect", str(GOLDEN / "recall-target"), "--page-size", "0"],

@@ -128,3 +128,22 @@ def test_a_watch_that_is_over_sees_nothing_more():
         pass
     program()(jnp.ones((8, 8)))
     assert (watch.programs, watch.seconds) == (0, 0.0)
+
+
+def test_cpp_that_is_compiled_is_told_while_it_is_and_counts_as_no_program(monkeypatch, tmp_path):
+    from dflash_jax.kernels.native import build
+
+    seen = []
+
+    def compile_(command):
+        seen.append(watch.current)
+        raise build.BuildError("no")
+
+    monkeypatch.setenv("DFLASH_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "find_compiler", lambda: ["c++"])
+    monkeypatch.setattr(build, "_compile", compile_)
+    with CompileWatch() as watch, pytest.raises(build.BuildError):
+        build.load()
+    [(phase, what, _)] = seen
+    assert (phase, what) == ("compiling", "native code") and watch.current is None
+    assert watch.programs == 0 and watch.seconds > 0

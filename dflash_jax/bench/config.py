@@ -37,6 +37,11 @@ class SweepConfig(EngineSetup):
         """How a request samples."""
         return SamplingParams().override(self.sampling)
 
+    @property
+    def setup(self) -> EngineSetup:
+        """What the engine is made of."""
+        return EngineSetup(target=self.target, draft=self.draft, engine=self.engine)
+
     def with_slots(self, slots: int) -> EngineSetup:
         """The engine of a level: a pool that fits its slots, no prefix cache, and requests that fail one by one."""
         sizes = {"max_slots": slots, "num_pages": None, "prefix_cache": False, "strict": False}

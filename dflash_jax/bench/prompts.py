@@ -11,6 +11,7 @@ import numpy as np
 from dflash_jax.bench.config import SweepConfig
 from dflash_jax.engine import Engine, SamplingParams
 from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.jobs.config import InputFile
 from dflash_jax.jobs.reader import Item, read_items
 
 _DISTINCT = 8
@@ -44,7 +45,7 @@ def make_prompts(loaded: Engine, plain: Engine, config: SweepConfig, tokens: int
     if config.input is None:
         return SweepPrompts(_random_prompts(loaded, tokens, seed), f"{tokens} random tokens each, seed {seed}")
     path = config.input.path
-    found = list(itertools.islice(_tokenized(loaded, path), _DISTINCT))
+    found = list(itertools.islice(_tokenized(loaded, config.input), _DISTINCT))
     if not found:
         raise ConfigError(f"{path} has no prompt that can be run; mend it, or --set input=null for random tokens")
     cut, short = sum(len(p) > tokens for p in found), sum(len(p) < tokens for p in found)
@@ -55,9 +56,9 @@ def make_prompts(loaded: Engine, plain: Engine, config: SweepConfig, tokens: int
     )
 
 
-def _tokenized(loaded: Engine, path: str) -> Iterator[tuple[int, ...]]:
+def _tokenized(loaded: Engine, settings: InputFile) -> Iterator[tuple[int, ...]]:
     limit = loaded.models.target_config.vocab_size
-    for item in read_items(path, SamplingParams()):
+    for item in read_items(settings, SamplingParams()):
         if not isinstance(item, Item):
             continue
         try:

@@ -158,6 +158,27 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise self._fault(f"{what} is not UTF-8 ({error.reason} at its byte {error.start})") from None
 
+    def _strings(self, count: int, what: str) -> list[str]:
+        """An array of strings: a vocabulary has a hundred thousand, so that each must cost little."""
+        length_of, data, end = struct.Struct("<Q").unpack_from, self._data, min(self._size, _MAX_BYTES)
+        found: list[str] = []
+        at = self._at
+        for number in range(count):
+            start = at + 8
+            stop = start + length_of(data, at)[0] if start <= end else end + 1
+            try:
+                if stop > end:
+                    raise ValueError
+                found.append(data[start:stop].decode())
+            except ValueError:
+                # Read it again the slow way, which says what is wrong.
+                self._at = at
+                found.append(self._string(f"element {number} of {what}"))
+                stop = self._at
+            at = stop
+        self._at = at
+        return found
+
     def _expect(self, count: int, least: int, what: str) -> None:
         """Refuses a count of things that have no room in what is left of the file."""
         room = (self._size - self._at) // least
@@ -190,7 +211,7 @@ class _Reader:
         least = _LEAST_STRING if inner == _Type.STRING else _SCALARS[inner].itemsize
         self._expect(count, least, f"elements of {what}")
         if inner == _Type.STRING:
-            return [self._string(f"element {number} of {what}") for number in range(count)]
+            return self._strings(count, what)
         return self._scalars(inner, count, what)
 
     def _scalars(self, kind: gguf.GGUFValueType, count: int, what: str) -> list[Any]:

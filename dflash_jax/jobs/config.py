@@ -4,35 +4,72 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from dflash_jax.engine.config import EngineSetup, scaling_fields
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError, RequestError
+from dflash_jax.jobs.formats import InputFormat, OutputFormat
+from dflash_jax.jobs.template import Template, check_template
 from dflash_jax.kinds import check_kind
 from dflash_jax.settings import PathText, Section, describe_source, parse, read_settings
 from dflash_jax.streams import STDIN
 
+Column = Literal[
+    "id",
+    "prompt",
+    "messages",
+    "prompt_token_ids",
+    "tools",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "sampling",
+]
+"""A key of a line, which an input may call otherwise."""
+
+KEYS: tuple[Column, ...] = get_args(Column)
+
+
+def _check_template(template: Template | None) -> Template | None:
+    return None if template is None else check_template(template)
+
 
 class InputFile(Section):
-    """Where the prompts are: JSON lines, in a file, packed or not, or from a pipe."""
+    """Where the prompts are, and how rows become prompts.
+
+    Attributes:
+      path: a file, packed or not, a pipe, or the directory of a table.
+      format: "jsonl", "openai" or "table"; by default it is known by the first bytes.
+      columns: what the input calls the keys of a line, such as `{prompt: text, id: uid}`.
+      template: text with names of columns in braces, which becomes the prompt; or a list of messages with such text.
+      split: which split of a dataset on disk.
+    """
 
     path: PathText
+    format: InputFormat | None = None
+    columns: dict[Column, str] = Field(default_factory=dict)
+    template: Annotated[str | list[dict[str, str]] | None, AfterValidator(_check_template)] = None
+    split: str | None = None
 
 
 class OutputFile(Section):
-    """Where the answers go: JSON lines.
+    """Where the answers go.
 
     Attributes:
-      path: the file; a rerun adds only what is missing from it.
+      path: the file, or for Parquet the directory; a rerun adds only what is missing from it.
+      format: "jsonl", "openai" or "parquet"; by default Parquet if the path ends so, OpenAI's if the input is, and
+        otherwise JSON lines.
+      row_group: rows of each Parquet file.
       trace: write what each round produced and drafted.
       checkpoint_every: seconds between snapshots of the engine, from which a job that was killed continues in
         the middle of its requests; none are taken by default.
     """
 
     path: PathText
+    format: OutputFormat | None = None
+    row_group: int = Field(default=10_000, ge=1, le=1 << 20)
     trace: bool = False
     checkpoint_every: float | None = Field(default=None, gt=0)
 
@@ -89,6 +126,8 @@ class JobConfig(EngineSetup):
             "draft.rope_scaling": scaling_fields(self.draft.rope_scaling) if self.draft else None,
             "engine.max_model_len": self.engine.max_model_len,
             "engine.dtype": self.engine.dtype,
+            "input.columns": dict(self.input.columns),
+            "input.template": self.input.template,
             **{f"sampling.{name}": _plain(value) for name, value in vars(self.defaults).items()},
         }
 

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from dflash_jax.acceptance import Acceptance, total_acceptance
 from dflash_jax.compiling import CompileWatch
 from dflash_jax.engine import Engine
 from dflash_jax.errors import visible
+from dflash_jax.jobs.ledger import Result
 from dflash_jax.jobs.reader import Item
 from dflash_jax.jobs.summary import summary_path
-from dflash_jax.jobs.writer import Result
+from dflash_jax.jobs.summary_table import summary_table
 from dflash_jax.kernels.compact import Compact, is_compact
 from dflash_jax.progress import Bar, plain_console
 
@@ -39,6 +39,7 @@ class JobConsole:
         self._samples = samples
         self._shown: list[tuple[Item, Result]] = []
         self._errors: list[str] = []
+        self._failed = 0
         self._worked = False
         self._recent: deque[tuple[float, int]] = deque()
         self._acceptance, self._done = Acceptance(), 0
@@ -104,7 +105,7 @@ class JobConsole:
         self._worked = True
         self._acceptance += total_acceptance([result["metrics"]])
         if result["finish_reason"] == "error":
-            self._errors.append(f"{result['id']}: {result['error']}")
+            self._note_error(f"{result['id']}: {result['error']}")
         elif len(self._shown) < self._samples:
             self._shown.append((item, result))
         self._advance()
@@ -112,8 +113,13 @@ class JobConsole:
     def refused(self, result: Result) -> None:
         """An input line could not be run."""
         self._worked = True
-        self._errors.append(result["error"])
+        self._note_error(result["error"])
         self._advance()
+
+    def _note_error(self, error: str) -> None:
+        self._failed += 1
+        if len(self._errors) < _ERRORS_SHOWN:
+            self._errors.append(error)
 
     def _advance(self) -> None:
         self._done += 1
@@ -141,10 +147,10 @@ class JobConsole:
         if found.get("reason"):
             console.print(visible(found["reason"]), soft_wrap=True)
         console.print(summary_table(found))
-        for error in self._errors[:_ERRORS_SHOWN]:
+        for error in self._errors:
             console.print(f"error: {visible(error)}", style="red", soft_wrap=True)
-        if len(self._errors) > _ERRORS_SHOWN:
-            console.print(f"... and {len(self._errors) - _ERRORS_SHOWN} more errors, in the output", soft_wrap=True)
+        if self._failed > len(self._errors):
+            console.print(f"... and {self._failed - len(self._errors)} more errors, in the output", soft_wrap=True)
         console.print(visible(f"answers: {found['output']}"), soft_wrap=True)
         console.print(visible(f"summary: {summary_path(found['output'])}"), soft_wrap=True)
 
@@ -163,48 +169,6 @@ def describe(engine: Engine) -> str:
         f"{models.target_config.family} target of {size / 1e6:,.1f} M parameters in {', '.join(dtypes)} on "
         f"{jax.devices()[0].device_kind}, {how}; {config.max_slots} slots of {config.max_model_len} tokens"
     )
-
-
-def summary_table(found: Mapping[str, Any]) -> Table:
-    """The summary as a person wants it."""
-    table = Table(show_header=False)
-    requests = found["requests"]
-    reasons = ", ".join(f"{requests[name]} {name}" for name in ("stop", "length", "error") if requests[name])
-    table.add_row("requests", f"{requests['total']}" + (f" ({reasons})" if reasons else ""))
-    table.add_row("prompt tokens", f"{found['prompt_tokens']:,}")
-    table.add_row("output tokens", f"{found['output_tokens']:,}")
-    if found["drafted_request_steps"]:
-        table.add_row("accepted drafts", f"{found['accept_rate']:.1%} of {found['drafts_proposed']:,} tokens")
-        table.add_row("mean acceptance length", f"{found['mean_acceptance_length']:.2f} tokens a round")
-    if found["fallbacks"]:
-        table.add_row("decoded without drafts", f"{found['fallbacks']} requests")
-    if found["ttft_s"]:
-        table.add_row("time to first token", f"{found['ttft_s']['p50']:.3f} s (median, queueing included)")
-    if found["tpot_s"]:
-        table.add_row("time per further token", f"{found['tpot_s']['p50'] * 1e3:.1f} ms (median)")
-    if found["runs"]:
-        run = found["runs"][-1]
-        table.add_row("last run", f"{run['requests']} requests in {run['seconds']:.1f} s")
-        if run["tokens_per_s"] is not None:
-            table.add_row("throughput", f"{run['tokens_per_s']:,.1f} tokens/s")
-        if compilation := run.get("compilation"):
-            table.add_row(
-                "compilation",
-                f"{compilation['seconds']:.1f} s, in no other figure; {compilation['programs']} programs, "
-                f"{compilation['cached']} of them out of the cache",
-            )
-    if found["compare_plain"]:
-        compared = found["compare_plain"]
-        spread = ""
-        if "pairs" in compared:
-            spread = f", {compared['speedup_min']:.2f} to {compared['speedup_max']:.2f} in {compared['pairs']} pairs"
-        table.add_row(
-            "speed-up by drafting",
-            f"{compared['speedup']:.2f}{spread} ({compared['drafted_tokens_per_s']:,.1f} over "
-            f"{compared['plain_tokens_per_s']:,.1f} tokens/s, {compared['requests']} requests)",
-        )
-        table.add_row("same greedy tokens", f"{compared['greedy_equal']} of {compared['greedy_requests']} requests")
-    return table
 
 
 def _prompt_text(item: Item) -> str:

@@ -9,10 +9,10 @@ from dflash_jax.checkpoints import resolve
 from dflash_jax.errors import visible
 from dflash_jax.jobs import summary
 from dflash_jax.jobs.config import JobConfig
+from dflash_jax.jobs.formats import read_output
 from dflash_jax.jobs.inspect import Inspection, inspect_checkpoint, print_inspection
+from dflash_jax.jobs.ledger import Ledger
 from dflash_jax.jobs.reader import BadLine, read_items
-from dflash_jax.jobs.source import Source
-from dflash_jax.jobs.writer import is_refusal, read_results
 from dflash_jax.progress import plain_console
 
 _SHOWN = 5
@@ -46,18 +46,20 @@ def dry_run(config: JobConfig, *, overwrite: bool = False) -> DryRun:
       ConfigError, CheckpointError: the job cannot be run.
     """
     output = Path(config.output.path)
-    answered = set() if overwrite else {str(r["id"]) for r in read_results(output) if not is_refusal(r)}
+    ledger = Ledger()
+    for result in () if overwrite else read_output(output):
+        ledger.add(result)
+    answered = ledger.answered
     if answered:
         summary.check_identity(output, summary.read_summary(output), config.identity())
     run, done, bad = 0, 0, []
-    with Source(config.input.path) as source:
-        for item in read_items(source, config.defaults):
-            if isinstance(item, BadLine):
-                bad.append(item)
-            elif str(item.id) in answered:
-                done += 1
-            else:
-                run += 1
+    for item in read_items(config.input, config.defaults):
+        if isinstance(item, BadLine):
+            bad.append(item)
+        elif str(item.id) in answered:
+            done += 1
+        else:
+            run += 1
     target, draft = config.target, config.draft
     models = inspect_checkpoint(
         resolve(target.path, target.revision, target.file),
@@ -77,7 +79,7 @@ def print_dry_run(found: DryRun, config: JobConfig) -> None:
     console = plain_console()
     console.print(f"{found.run} lines to run, {found.done} answered already, {len(found.bad)} that cannot be run")
     for line in found.bad[:_SHOWN]:
-        console.print(f"error: line {line.line}: {visible(line.error)}", style="red", soft_wrap=True)
+        console.print(f"error: {line.row} {line.line}: {visible(line.error)}", style="red", soft_wrap=True)
     if len(found.bad) > _SHOWN:
         console.print(f"... and {len(found.bad) - _SHOWN} more")
     console.print(visible(f"answers would go to {config.output.path}"), soft_wrap=True)

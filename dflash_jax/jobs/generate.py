@@ -21,12 +21,13 @@ from dflash_jax.jobs.checkpoint import JobSnapshot
 from dflash_jax.jobs.compare import check_lossless, compare_plain
 from dflash_jax.jobs.config import JobConfig
 from dflash_jax.jobs.console import JobConsole
+from dflash_jax.jobs.disk_map import DiskMap
+from dflash_jax.jobs.formats import open_input, open_output
+from dflash_jax.jobs.formats.base import Reader, Results
 from dflash_jax.jobs.in_flight import InFlight
-from dflash_jax.jobs.reader import Item, count_lines, read_items
+from dflash_jax.jobs.reader import BadLine, Item, read_items
 from dflash_jax.jobs.results import answer, refusal
 from dflash_jax.jobs.resume import Resumption
-from dflash_jax.jobs.source import Source
-from dflash_jax.jobs.writer import ResultFile
 from dflash_jax.signals import Stop
 from dflash_jax.streams import STDIN
 
@@ -64,12 +65,12 @@ def run_job(
     _check_paths(config)
     with contextlib.ExitStack() as stack, CompileWatch(console.compiled) as watch:
         with console.reading(config.input.path):
-            source = stack.enter_context(Source(config.input.path, cancelled=lambda: bool(stop)))
-            total = count_lines(source)
-        with ResultFile(config.output.path) as output:
-            earlier = summary.read_summary(config.output.path) if output.done and not overwrite else {}
+            reader = stack.enter_context(open_input(config.input, cancelled=lambda: bool(stop)))
+            total = reader.count()
+        with open_output(config.output, reader) as output:
+            earlier = summary.read_summary(config.output.path) if output.answers and not overwrite else {}
             summary.check_identity(config.output.path, earlier, config.identity())
-            job = _Job(config, source, total, output, earlier, stop, console, watch, load)
+            job = _Job(config, reader, total, output, earlier, stop, console, watch, load)
             try:
                 if overwrite:
                     job.start_anew()
@@ -93,9 +94,9 @@ class _Job:
     def __init__(
         self,
         config: JobConfig,
-        source: Source,
+        reader: Reader,
         lines: int,
-        output: ResultFile,
+        output: Results,
         earlier: Mapping[str, Any],
         stop: Stop,
         console: JobConsole,
@@ -103,14 +104,14 @@ class _Job:
         load: Callable[..., Engine],
     ):
         self._earlier = earlier
-        self._config, self._source, self._output = config, source, output
+        self._config, self._reader, self._output = config, reader, output
         self._stop, self._console, self._watch = stop, console, watch
         self._load, self._lines = load, lines
         self._engine: Engine | None = None
         self._snapshot = JobSnapshot(config.output.path, config.identity(), config.output.checkpoint_every)
         self._resumption: Resumption | None = None
         self._in_flight = InFlight()
-        self._refused: set[str] = set()
+        self._refused = DiskMap()
         self._sample: list[Item] = []
         self._begin = watch.clock()
         self._requests = self._tokens = 0
@@ -181,6 +182,7 @@ class _Job:
             max_tokens=self._config.report.compare_tokens,
             clock=self._watch.clock,
             seconds=_COMPARISON * self._seconds,
+            most_seconds=self._seconds,
             acceptance=total_acceptance(result.get("metrics") or {} for result in self._output.results()),
         )
 
@@ -213,7 +215,7 @@ class _Job:
         return found
 
     def _generate(self) -> None:
-        items = read_items(self._source, self._config.defaults)
+        items = read_items(self._reader, self._config.defaults, settings=self._config.input)
         more = True
         while not self._stop:
             while more and len(self._in_flight) < _AHEAD * self._config.engine.max_slots:
@@ -226,7 +228,7 @@ class _Job:
                 elif isinstance(item, Item):
                     self._submit(item)
                 else:
-                    self._refuse(item.id, item.line, item.error)
+                    self._refuse(item, item.error)
                 if self._stop:
                     return
             if self._resumption is not None:
@@ -258,7 +260,7 @@ class _Job:
 
     def _warm_up(self, engine: Engine) -> None:
         """Compiles what the job will need, in threads and outside every figure."""
-        report, left = self._config.report, max(1, self._lines - len(self._output.done))
+        report, left = self._config.report, max(1, self._lines - self._output.answers)
         self._console.doing("preparing programs")
         before, begin = self._watch.programs, time.perf_counter()
         left *= self._config.defaults.n
@@ -276,13 +278,13 @@ class _Job:
             for name, sampling in missing:
                 engine.add_request(tokens, sampling, request_id=name)
         except RequestError as error:
-            self._refuse(item.id, item.line, str(error))
+            self._refuse(item, str(error))
         except (DflashError, MemoryError):
             raise
         except Exception as error:
             # A chat template or a tokenizer may raise anything; that is about this line and no other.
             what = f"{type(error).__name__}: {error}"
-            self._refuse(item.id, item.line, f"the prompt cannot be used ({cut(what)})")
+            self._refuse(item, f"the prompt cannot be used ({cut(what)})")
         else:
             self._in_flight.add(item)
             self._keep_for_comparison(item)
@@ -302,13 +304,15 @@ class _Job:
 
     def _finish(self, item: Item, completion: Completion) -> None:
         result = answer(item.id, completion, trace=self._config.output.trace)
+        if item.request is not None:
+            result["request"] = dict(item.request)
         self._output.write(result)
         self._requests += 1
         self._console.finished(item, result)
 
-    def _refuse(self, item_id: str | int, line: int, error: str) -> None:
-        result = refusal(item_id, line, error, trace=self._config.output.trace)
-        self._refused.add(str(item_id))
+    def _refuse(self, item: Item | BadLine, error: str) -> None:
+        result = refusal(item.id, item.line, error, trace=self._config.output.trace, row=item.row)
+        self._refused[str(item.id)] = None
         self._output.write(result)
         self._console.refused(result)
 

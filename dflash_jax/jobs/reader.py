@@ -1,18 +1,24 @@
-"""The job's input: lines to prompts, or to what is wrong with them."""
+"""The job's input: its rows to prompts, or to what is wrong with them."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.engine.prompts import Prompt
 from dflash_jax.engine.request import SamplingParams, sample_id
 from dflash_jax.errors import RequestError, cut, quote
-from dflash_jax.jobs.source import MAX_LINE, Source
+from dflash_jax.jobs.config import InputFile
+from dflash_jax.jobs.disk_map import DiskMap
+from dflash_jax.jobs.formats import open_input
+from dflash_jax.jobs.formats.base import Reader
+from dflash_jax.jobs.formats.jsonl import JsonLines
+from dflash_jax.jobs.shape import Shape
+from dflash_jax.jobs.source import Source
 from dflash_jax.text.chat import CHAT_KEYS, read_chat
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
@@ -60,12 +66,16 @@ class Item:
       id: as the line gives it, a string or an integer; `line-N` if it gives none.
       prompt: text, token ids, messages, or a mapping of messages and the line's other `CHAT_KEYS`.
       sampling: the job's parameters with the line's own on top.
+      request: what the input's format wants to find in the result.
+      row: what a line of the input is called: "line", or "row" in a table.
     """
 
     line: int
     id: str | int
     prompt: Prompt
     sampling: SamplingParams
+    request: Mapping[str, Any] | None = None
+    row: str = "line"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,45 +85,47 @@ class BadLine:
     line: int
     id: str | int
     error: str
-
-
-def count_lines(source: Source) -> int:
-    """How many lines `read_items` will yield.
-
-    Raises:
-      ConfigError: the input cannot be read to its end.
-    """
-    return sum(1 for _ in source.lines())
+    row: str = "line"
 
 
 def read_items(
-    source: Source | str | Path, defaults: SamplingParams, key: str = "input.path"
+    source: Reader | Source | InputFile | str | Path,
+    defaults: SamplingParams,
+    key: str = "input.path",
+    *,
+    settings: InputFile | None = None,
 ) -> Iterator[Item | BadLine]:
     """Reads an input; blank lines are passed over. Ids are unique, 7 and "7" being the same.
 
     Args:
-      source: the input, or its path.
+      source: the open input, lines of this package's own, or what to open: a path or an input's settings.
       defaults: of sampling.
       key: the setting that names the path.
+      settings: of an input that is open: what its columns are called, and the template of its prompts.
 
     Raises:
       ConfigError: the input cannot be read.
     """
-    if not isinstance(source, Source):
-        with Source(source, key) as opened:
-            yield from read_items(opened, defaults)
+    if isinstance(source, str | Path):
+        source = InputFile(path=str(source))
+    if isinstance(source, InputFile):
+        with open_input(source, key) as opened:
+            yield from read_items(opened, defaults, settings=source)
         return
-    seen: dict[str, int] = {}
-    for number, raw in source.lines():
-        made = f"line-{number}"
+    reader: Reader = JsonLines(source) if isinstance(source, Source) else source
+    shape = Shape(settings)
+    seen = DiskMap()
+    for number, row in reader.rows():
+        made = f"{reader.row}-{number}"
         while made in seen:
             made += "'"
-        item = _read(number, raw, made, defaults)
+        item = _read(reader, shape, number, row, made, defaults)
         for name in _names(item):
             earlier = seen.get(name)
             if earlier is not None:
                 which = quote(item.id) if name == str(item.id) else f"{quote(name)} of one of its samples"
-                item = BadLine(number, made, f"the id {which} is already that of line {earlier}; ids must be unique")
+                error = f"the id {which} is already that of {reader.row} {earlier}; ids must be unique"
+                item = BadLine(number, made, error, reader.row)
                 break
         for name in _names(item):
             seen[name] = number
@@ -125,10 +137,10 @@ def _names(item: Item | BadLine) -> list[str]:
     return [sample_id(str(item.id), index) for index in range(item.sampling.n if isinstance(item, Item) else 1)]
 
 
-def _read(number: int, raw: bytes | None, made: str, defaults: SamplingParams) -> Item | BadLine:
+def _read(reader: Reader, shape: Shape, number: int, row: Any, made: str, defaults: SamplingParams) -> Item | BadLine:
     item_id: str | int = made
     try:
-        record = _parse(raw)
+        record = shape.rename(reader.record(row))
         given = record.get("id")
         if given is not None:
             if not isinstance(given, str | int) or isinstance(given, bool) or given == "":
@@ -136,42 +148,19 @@ def _read(number: int, raw: bytes | None, made: str, defaults: SamplingParams) -
             if len(str(given)) > MAX_ID:
                 raise RequestError(f"id is {_short(given)}; it may have {MAX_ID:,} characters")
             item_id = given
+        record = shape.fill(reader.request(record))
         _check_keys(record)
         prompt = _prompt(record)
         own = record.get("sampling")
         sampling = defaults if own is None else defaults.override(own)
     except RequestError as error:
-        return BadLine(number, item_id, str(error))
+        return BadLine(number, item_id, str(error), reader.row)
     except Exception as error:
         # Whatever a line makes this code raise, it must not keep the other lines from being answered.
-        return BadLine(number, item_id, f"the line cannot be read ({type(error).__name__}: {cut(str(error))})")
-    return Item(number, item_id, prompt, sampling)
-
-
-def _parse(raw: bytes | None) -> dict[str, Any]:
-    if raw is None:
-        raise RequestError(f"the line is longer than {MAX_LINE >> 20} MiB")
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(f"the line is not UTF-8 (byte {error.start})") from None
-    try:
-        record = json.loads(text, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"the line is not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the line is not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise RequestError(f"the line is {_short(record)}; it must be an object with a prompt")
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise RequestError("the line has half of a surrogate pair in a string, which is no character") from None
-    return record
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")
+        return BadLine(
+            number, item_id, f"the {reader.row} cannot be read ({type(error).__name__}: {cut(str(error))})", reader.row
+        )
+    return Item(number, item_id, prompt, sampling, record.get("request") if reader.adds_request else None, reader.row)
 
 
 def _check_keys(record: dict[str, Any]) -> None:
@@ -215,5 +204,6 @@ def _prompt(record: dict[str, Any]) -> Prompt:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    # Tables have values that JSON has not.
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -8,7 +8,8 @@ from typing import Any
 
 from dflash_jax.engine.logprob_records import TokenLogprob, TopLogprob
 from dflash_jax.engine.output import Completion, Metrics
-from dflash_jax.jobs.writer import Result
+from dflash_jax.jobs.ledger import Result
+from dflash_jax.jobs.positions import Positions, positions_of
 
 NO_METRICS = Metrics(
     drafts_proposed=0,
@@ -34,6 +35,7 @@ def answer(item_id: str | int, completion: Completion, *, trace: bool) -> Result
         "prompt_tokens": completion.prompt_tokens,
         "metrics": _plain(completion.metrics),
         "fallback": completion.fallback,
+        "positions": positions_of(completion).counts(),
     }
     if completion.error is not None:
         result["error"] = completion.error
@@ -64,7 +66,7 @@ def _logprob(record: TokenLogprob | TopLogprob) -> dict[str, Any]:
     return values
 
 
-def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Result:
+def refusal(item_id: str | int, line: int, error: str, *, trace: bool, row: str = "line") -> Result:
     """The result of an input line that cannot be run."""
     result: Result = {
         "id": item_id,
@@ -74,8 +76,9 @@ def refusal(item_id: str | int, line: int, error: str, *, trace: bool) -> Result
         "prompt_tokens": 0,
         "metrics": _plain(NO_METRICS),
         "fallback": None,
+        "positions": Positions().counts(),
         "line": line,
-        "error": f"line {line}: {error}",
+        "error": f"{row} {line}: {error}",
     }
     if trace:
         result["trace"] = {"produced_per_round": [], "drafted_blocks": [], "verified_per_round": []}

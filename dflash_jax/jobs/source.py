@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,6 +26,9 @@ _BLANK_LINE = 1 << 10
 _SPACE = b" \t\r\n\x0b\x0c"
 _BOM = b"\xef\xbb\xbf"
 _GZIP, _ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+TABLES = (b"PAR1", b"ARROW1", b"\xff\xff\xff\xff", b"FEA1")
+"""What tables begin with: Parquet, Arrow's files and streams, and Feather before it was Arrow's file format."""
 
 
 class Source:
@@ -56,7 +60,27 @@ class Source:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the input."""
         self._file.close()
+
+    def begins_as_table(self) -> bool:
+        """Whether it is a table rather than lines.
+
+        Raises:
+          ConfigError: it cannot be read.
+        """
+        try:
+            self._file.seek(0)
+            return self._file.read(6).startswith(TABLES)
+        except OSError as error:
+            raise self._unreadable(error.strerror or str(error)) from None
+
+    def duplicate(self) -> BinaryIO:
+        """The input as a file of its own, as it is stored; both have one position."""
+        return os.fdopen(os.dup(self._file.fileno()), "rb")
 
     def lines(self) -> Iterator[tuple[int, bytes | None]]:
         """Numbered lines that are not blank, from the first one on; None in place of one that is too long.

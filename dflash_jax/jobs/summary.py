@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dflash_jax.acceptance import Acceptance, total_acceptance
 from dflash_jax.errors import ConfigError, quote
-from dflash_jax.jobs.writer import Result
+from dflash_jax.jobs.ledger import Result
+from dflash_jax.jobs.positions import Positions, positions_in
+from dflash_jax.jobs.spread import Spread
 from dflash_jax.writing import replace_file
 
 REASONS = ("stop", "length", "abort", "error")
@@ -33,8 +33,8 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
     """Counts, acceptance and times over all results of an output file, whichever run wrote them."""
     reasons: Counter[str] = Counter()
     sums: Counter[str] = Counter()
-    times: dict[str, list[float]] = {"ttft_s": [], "tpot_s": []}
-    acceptance = Acceptance()
+    times = {"ttft_s": Spread(), "tpot_s": Spread()}
+    acceptance, positions = Acceptance(), Positions()
     for result in itertools.chain.from_iterable(result.get("samples") or (result,) for result in results):
         metrics = result.get("metrics") or {}
         reasons[result["finish_reason"]] += 1
@@ -42,18 +42,20 @@ def figures(results: Iterable[Result]) -> dict[str, Any]:
         sums["output_tokens"] += len(result.get("token_ids", ()))
         sums["fallbacks"] += result.get("fallback") is not None
         acceptance += total_acceptance([metrics])
+        positions += positions_in(result)
         for name in ("preemptions", "cached_tokens"):
             sums[name] += metrics.get(name) or 0
         for name, values in times.items():
             if metrics.get(name) is not None:
-                values.append(metrics[name])
+                values.add(metrics[name])
     return {
         "requests": {"total": reasons.total(), **{reason: reasons[reason] for reason in REASONS}},
         "prompt_tokens": sums["prompt_tokens"],
         "output_tokens": sums["output_tokens"],
         **acceptance.counts(),
         **acceptance.ratios(digits=6),
-        **{name: _spread(values) for name, values in times.items()},
+        "acceptance_by_position": {**positions.counts(), "rate": positions.rates()},
+        **{name: values.figures() for name, values in times.items()},
         "fallbacks": sums["fallbacks"],
         "preemptions": sums["preemptions"],
         "cached_tokens": sums["cached_tokens"],
@@ -111,11 +113,3 @@ def check_identity(output: str | Path, earlier: Mapping[str, Any], settings: Map
 def versions() -> dict[str, str]:
     """What the figures were made with."""
     return {name: importlib.metadata.version(name) for name in ("dflash_jax", "jax", "jaxlib")}
-
-
-def _spread(values: list[float]) -> dict[str, float] | None:
-    if not values:
-        return None
-    array = np.array(values)
-    spread = {"mean": array.mean(), "p50": np.quantile(array, 0.5), "p95": np.quantile(array, 0.95)}
-    return {name: round(float(value), 6) for name, value in spread.items()}

@@ -7,11 +7,12 @@ import json
 import os
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import ConfigError, quote
+from dflash_jax.jobs.ledger import Ledger, Result
 from dflash_jax.writing import replacing
 
 SYNC_SECONDS = 1.0
@@ -20,31 +21,33 @@ SYNC_SECONDS = 1.0
 MAX_RESULT = 1 << 28
 """Bytes of the longest line that is taken for a result."""
 
-Result = dict[str, Any]
-"""What a job says about an input line: a JSON object on a line of the output."""
-
-
-def is_refusal(result: Result) -> bool:
-    """Whether a result says that an input line could not be run, rather than what came of running it."""
-    return result.get("finish_reason") == "error" and "line" in result
-
 
 class ResultFile:
-    """An output file, open for this job alone.
+    """An output file of a result on each line, open for this job alone.
 
     Each result is handed to the system in one piece as it is written. Opening repairs a last line that an
     interrupted write left torn. Complete results of answers are never changed.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(
+        self,
+        path: str | Path,
+        encode: Callable[[Result], Any] = lambda result: result,
+        decode: Callable[[Any], Result | None] = lambda value: value,
+    ):
         """Opens or creates the file, and its directory.
+
+        Args:
+          path: the file.
+          encode: a result as the JSON value that is written of it.
+          decode: the result that a JSON value was made of; None if it was made of none.
 
         Raises:
           ConfigError: another job has it, it is not an output file, or it cannot be written.
         """
         self.path = Path(path)
-        self.done: set[str] = set()
-        self.refusals: dict[str, Result] = {}
+        self._encode, self._decode = encode, decode
+        self._ledger = Ledger()
         self._synced = time.monotonic()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +65,17 @@ class ResultFile:
 
     def has(self, item_id: str | int) -> bool:
         """Whether the answer to an input line is there."""
-        return str(item_id) in self.done
+        return str(item_id) in self._ledger.answered
+
+    @property
+    def answers(self) -> int:
+        """How many answers are there."""
+        return len(self._ledger.answered)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._file).st_size
 
     def write(self, result: Result) -> None:
         """Appends a result; a refusal that is already there is not repeated.
@@ -70,14 +83,10 @@ class ResultFile:
         Raises:
           ConfigError: the disk is full or fails; the file is left as it was, or with a torn last line.
         """
-        if is_refusal(result):
-            if self.refusals.get(str(result["id"])) == result:
-                return
-            self.refusals[str(result["id"])] = result
-        else:
-            self.done.add(str(result["id"]))
+        if not self._ledger.add(result):
+            return
         try:
-            _write_all(self._file, encode(result))
+            _write_all(self._file, encode_line(self._encode(result)))
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 os.fsync(self._file)
                 self._synced = time.monotonic()
@@ -87,7 +96,7 @@ class ResultFile:
     def clear(self) -> None:
         """Forgets all results."""
         os.ftruncate(self._file, 0)
-        self.done, self.refusals = set(), {}
+        self._ledger.clear()
 
     def keep_refusals(self, ids: Collection[str]) -> None:
         """Removes refusals of lines that are no longer refused: they were mended, or are gone.
@@ -95,12 +104,7 @@ class ResultFile:
         Args:
           ids: of the refusals that hold.
         """
-        kept: dict[str, Result] = {key: result for key, result in self.refusals.items() if key in ids}
-
-        def holds(result: Result) -> bool:
-            return not is_refusal(result) or kept.get(str(result["id"])) == result
-
-        if all(holds(result) for result in self.results()):
+        if all(self._ledger.holds(result, ids) for result in self.results()):
             return
         # A new file takes the old one's place at once, so that a crash in between loses nothing.
         with replacing(self.path) as scratch:
@@ -108,17 +112,18 @@ class ResultFile:
             try:
                 fcntl.flock(fresh, fcntl.LOCK_EX)
                 for result in self.results():
-                    if holds(result):
-                        _write_all(fresh, encode(result))
+                    if self._ledger.holds(result, ids):
+                        _write_all(fresh, encode_line(self._encode(result)))
             except BaseException:
                 os.close(fresh)
                 raise
         os.close(self._file)
-        self._file, self.refusals = fresh, kept
+        self._file = fresh
+        self._ledger.forget_refusals(ids)
 
     def results(self) -> Iterator[Result]:
         """All results in the file."""
-        yield from read_results(self.path)
+        yield from read_results(self.path, self._decode)
 
     def close(self) -> None:
         """Makes sure of what was written, and lets go of the file."""
@@ -135,7 +140,7 @@ class ResultFile:
         end, whole = 0, True
         with self.path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_RESULT), b""), start=1):
-                result = _decode(line)
+                result = _decode(line, self._decode)
                 if result is None and not line.endswith(b"\n") and _looks_torn(line):
                     os.ftruncate(self._file, end)
                     return
@@ -145,37 +150,34 @@ class ResultFile:
                         "mend or move the file, or give another output.path"
                     )
                 end, whole = end + len(line), line.endswith(b"\n")
-                if is_refusal(result):
-                    self.refusals[str(result["id"])] = result
-                else:
-                    self.done.add(str(result["id"]))
+                self._ledger.add(result)
         if not whole:
             _write_all(self._file, b"\n")
 
 
-def read_results(path: Path) -> Iterator[Result]:
+def read_results(path: Path, decode: Callable[[Any], Result | None] = lambda value: value) -> Iterator[Result]:
     """The results in a file that a job wrote, whole ones; none if there is no such file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
         for line in iter(lambda: file.readline(MAX_RESULT), b""):
-            result = _decode(line)
+            result = _decode(line, decode)
             if result is not None:
                 yield result
 
 
-def encode(result: Result) -> bytes:
-    """A result as a line."""
-    text = json.dumps(result, ensure_ascii=False, allow_nan=False)
+def encode_line(value: Any) -> bytes:
+    """A JSON value as a line."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     # JSON need not escape these, but some readers take them for ends of lines.
     for character in "\x85\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode() + b"\n"
 
 
-def _decode(line: bytes) -> Result | None:
+def _decode(line: bytes, decode: Callable[[Any], Result | None]) -> Result | None:
     try:
-        result = json.loads(line)
+        result = decode(json.loads(line))
     except (ValueError, RecursionError):
         return None
     return result if _is_result(result) else None

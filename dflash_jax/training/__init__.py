@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from dflash_jax.training.data.records import TokenSequence, append_shards, shard_paths, write_shard
     from dflash_jax.training.drafts.average import average_drafts
     from dflash_jax.training.pretraining.inputs import make_inputs
+    from dflash_jax.training.run.callbacks import Callback
     from dflash_jax.training.run.export import export_draft
     from dflash_jax.training.run.loop import Trained, run_training, train
     from dflash_jax.training.run.plots import plot_metrics
     from dflash_jax.training.run.setup import build_features
 
 __all__ = [
+    "Callback",
     "TokenSequence",
     "TrainConfig",
     "Trained",
@@ -44,6 +46,7 @@ __getattr__, __dir__ = lazy_exports(
         "data.records": ["TokenSequence", "append_shards", "shard_paths", "write_shard"],
         "drafts.average": ["average_drafts"],
         "pretraining.inputs": ["make_inputs"],
+        "run.callbacks": ["Callback"],
         "run.export": ["export_draft"],
         "run.loop": ["Trained", "run_training", "train"],
         "run.plots": ["plot_metrics"],

@@ -283,6 +283,7 @@ class TrainConfig(StrictSection):
       seed: of everything random.
       dtype: of the factors of matrix products; sums, weights and all else are float32.
       log_every: steps between lines of metrics.
+      tensorboard: whether to write them as event files for TensorBoard, too.
     """
 
     target: Source
@@ -291,6 +292,7 @@ class TrainConfig(StrictSection):
     seed: Seed = 0
     dtype: Dtype = "float32"
     log_every: Positive = 10
+    tensorboard: bool = False
     draft: DraftSection
     init: InitSection = InitSection()
     data: DataSection

@@ -119,3 +119,12 @@ def test_the_acceptance_of_many_answers_counts_in_place_of_that_of_a_few_short_r
     assert told["speedup_min"] == told["speedup_max"] == told["speedup"]
     none_drafted = compare(engine, "abcd", max_tokens=8, acceptance=Acceptance())
     assert none_drafted["speedup"] == measured["speedup"]
+
+
+def test_a_comparison_ends_before_it_takes_longer_than_it_may():
+    # A pair takes 2 * 0.5 s for the prompts, and 0.2 s for the tokens.
+    for most, pairs in ((100.0, 4), (5.0, 3), (0.1, 1)):
+        engine = Told(slots=1)
+        found = compare(engine, "abcd", max_tokens=40, most_seconds=most)
+        assert (found["pairs"], found["requests"], found["greedy_requests"]) == (pairs,) * 3
+        assert engine.now <= most or pairs == 1

@@ -8,7 +8,8 @@ import pytest
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError
 from dflash_jax.jobs import source
-from dflash_jax.jobs.reader import BadLine, Item, count_lines, read_items
+from dflash_jax.jobs.formats.jsonl import JsonLines
+from dflash_jax.jobs.reader import BadLine, Item, read_items
 from dflash_jax.jobs.source import Source
 
 DEFAULTS = SamplingParams(max_tokens=7)
@@ -21,7 +22,8 @@ def read(tmp_path):
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         items = list(read_items(path, DEFAULTS))
         with Source(path) as source:
-            assert count_lines(source) == len(items) == count_lines(source)
+            lines = JsonLines(source)
+            assert lines.count() == len(items) == lines.count()
         return items
 
     return read

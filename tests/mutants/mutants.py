@@ -1095,6 +1095,43 @@ _OF_STARTS = (
         "tests/jobs/test_job_compare.py::test_prompts_are_in_no_speed",
         r"assert",
     ),
+    Mutant(
+        "write rows again that a killed job had moved into a Parquet file",
+        (
+            (
+                "jobs/formats/parquet_output.py",
+                "        if all(map(self._is_closed, self._waiting.results())):",
+                "        if False:",
+            ),
+        ),
+        "tests/jobs/test_job_parquet.py::test_a_kill_between_a_files_end_and_the_forgetting_of_its_rows_doubles_nothing",
+        r"assert",
+    ),
+    Mutant(
+        "pass over what an OpenAI body asks for in vain",
+        (
+            ("jobs/formats/openai_input.py", "        if name not in _NEUTRAL:", "        if False:"),
+            (
+                "jobs/formats/openai_input.py",
+                "        if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):",
+                "        if False:",
+            ),
+        ),
+        "tests/jobs/test_job_openai.py::test_what_cannot_be_done_is_an_error_of_that_line_and_never_passed_over",
+        r"assert",
+    ),
+    Mutant(
+        "take a cut last round for one that the target ended",
+        (("jobs/positions.py", "            accepted = produced\n", "            pass\n"),),
+        "tests/jobs/test_job_report.py::test_a_cut_last_round_counts_as_far_as_it_is_known",
+        r"assert",
+    ),
+    Mutant(
+        "compare for longer than the job took",
+        (("jobs/compare.py", "        if pairs and most_seconds is not None and", "        if False and"),),
+        "tests/jobs/test_job_compare.py::test_a_comparison_ends_before_it_takes_longer_than_it_may",
+        r"assert",
+    ),
 )
 
 _LOGPROBS = "tests/engine/test_logprobs.py::"

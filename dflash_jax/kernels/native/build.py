@@ -15,10 +15,12 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.monitoring
 import jax.numpy as jnp
 
 from dflash_jax.kernels.dispatch import log_once
@@ -40,6 +42,9 @@ _TARGETS = {
     "dflash_write": "DflashWrite",
 }
 _PATIENCE = 600.0
+
+BUILDING = "/dflash_jax/native/building"
+"""Recorded when the C++ compiler begins and ends, as JAX records the phases of a compilation."""
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +129,8 @@ def load() -> dict[str, Any]:
             raise BuildError(f"there is no safe place to build it: {reason}")
         made = Path(scratch) / f"{name}.so"
         begin = time.perf_counter()
-        _compile([*command, *map(str, _SOURCES), "-o", str(made)])
+        with _recorded():
+            _compile([*command, *map(str, _SOURCES), "-o", str(made)])
         try:
             functions = _functions(made)
         except (OSError, AttributeError) as error:
@@ -170,6 +176,16 @@ def _digest(content: bytes) -> str:
 def _functions(library: Path) -> dict[str, Any]:
     code = ctypes.CDLL(str(library))
     return {target: getattr(code, symbol) for target, symbol in _TARGETS.items()}
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[None]:
+    begin = time.time()
+    jax.monitoring.record_scalar(BUILDING, begin, fun_name="native code")
+    try:
+        yield
+    finally:
+        jax.monitoring.record_event_time_span(BUILDING, begin, time.time(), fun_name="native code")
 
 
 def _compile(command: list[str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import TrainingError
+from dflash_jax.training.run.callbacks import Callback
 from dflash_jax.writing import replace_file
 
 
@@ -18,15 +19,20 @@ class MetricsLog:
     Args:
       file: where to; appended to.
       step: where the run is.
+      callbacks: are told of each line.
+
+    Attributes:
+      over: whether one of them wants the run to end.
     """
 
-    def __init__(self, file: Path, step: int):
+    def __init__(self, file: Path, step: int, callbacks: Callback | None = None):
         kept = [line for line in read_metrics(file) if line["step"] <= step] if file.exists() else []
         content = "".join(json.dumps(line) + "\n" for line in kept)
         if not file.exists() or file.read_bytes() != content.encode():
             replace_file(file, content)
         # Not buffered: what a full disk does not take would be tried again as Python ends.
         self._file, self._stream = file, file.open("ab", buffering=0)
+        self._callbacks, self.over = callbacks or Callback(), False
 
     def write(self, step: int, kind: str, figures: dict[str, Any]) -> None:
         """Adds a line.
@@ -43,6 +49,7 @@ class MetricsLog:
                 f"the metrics {self._file} cannot be written ({error.strerror}); "
                 "the same command continues from the newest checkpoint"
             ) from None
+        self.over = bool(self._callbacks.metrics(step, kind, figures)) or self.over
 
     def close(self) -> None:
         """Closes the file."""

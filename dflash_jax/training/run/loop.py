@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dflash_jax.training.data.dataset import Order
 from dflash_jax.training.objective.metrics import DraftMetrics, metric_means
 from dflash_jax.training.optimiser import make_optimiser
 from dflash_jax.training.pretraining.inputs import make_inputs
+from dflash_jax.training.run.callbacks import Callback, Callbacks
 from dflash_jax.training.run.engine_acceptance import engine_acceptance
 from dflash_jax.training.run.log import MetricsLog, read_metrics
 from dflash_jax.training.run.plots import plot_metrics
@@ -30,6 +32,7 @@ from dflash_jax.training.run.setup import Run, prepare
 from dflash_jax.training.run.state import TrainState
 from dflash_jax.training.run.step import make_eval_step, make_train_step
 from dflash_jax.training.run.store import RunStore
+from dflash_jax.training.run.tensorboard import TensorBoard
 from dflash_jax.writing import sole_writer
 
 
@@ -49,7 +52,7 @@ class Trained:
     params: DraftParams
 
 
-def train(config: TrainConfig, stop: Stop | None = None) -> Trained:
+def train(config: TrainConfig, stop: Stop | None = None, callbacks: Sequence[Callback] = ()) -> Trained:
     """Trains a draft, from the newest checkpoint in the output directory if there is one.
 
     Sequences and a target that the config describes are made first (`make_inputs`).
@@ -59,6 +62,7 @@ def train(config: TrainConfig, stop: Stop | None = None) -> Trained:
     Args:
       config: the run.
       stop: ends it in the signals' place.
+      callbacks: hear of the run, beside those that the config asks for.
 
     Raises:
       ConfigError: a config that cannot work, or not the one that the run was started with.
@@ -66,6 +70,7 @@ def train(config: TrainConfig, stop: Stop | None = None) -> Trained:
       TrainingError: the loss or a weight is not finite any more.
       Stopped: it was asked to end before the first step.
     """
+    told = Callbacks([*callbacks, *([TensorBoard()] if config.tensorboard else [])])
     config.output.mkdir(parents=True, exist_ok=True)
     with (
         sole_writer(config.output / ".lock", f"the run in {config.output}"),
@@ -76,10 +81,15 @@ def train(config: TrainConfig, stop: Stop | None = None) -> Trained:
             with Bar("preparing the run", 0) as bar:
                 run = prepare(config, store, bar.doing)
             stop.check(" before the first step of this run; the same command begins it")
-            return _loop(run, store, stop)
+            trained = None
+            try:
+                trained = _loop(run, store, stop, told)
+            finally:
+                told.end(trained)
+            return trained
 
 
-def _loop(run: Run, store: RunStore, stop: Stop) -> Trained:
+def _loop(run: Run, store: RunStore, stop: Stop, callbacks: Callbacks) -> Trained:
     config, section = run.config, run.config.optimiser
     train_step = make_train_step(
         run.draft_config, config.dtype, config.loss, section, make_optimiser(section, config.dtype)
@@ -87,12 +97,13 @@ def _loop(run: Run, store: RunStore, stop: Stop) -> Trained:
     order = Order(run.dataset, config.seed, section.sequences)
     state = run.start if store.latest_step() is None else store.restore(run.start)
     step = int(state.step)
-    log = MetricsLog(store.metrics, step)
+    callbacks.begin(config, store.directory, step)
+    log = MetricsLog(store.metrics, step, callbacks)
     with Bar("training", section.steps, step) as bar:
         evaluate = _evaluator(run, log, bar)
         window, window_start = None, time.perf_counter()
         batch = run.batch(order.sequences(step))
-        while step < section.steps and not stop:
+        while step < section.steps and not stop and not log.over:
             state, metrics = train_step(state, batch, run.shared, run.plan, run.scale)
             step += 1
             if step < section.steps:
@@ -115,8 +126,8 @@ def _loop(run: Run, store: RunStore, stop: Stop) -> Trained:
             evaluate(step, state, last=step == section.steps)
             window_start += time.perf_counter() - paused
             if step % config.checkpoint.every == 0:
-                _save(store, state)
-        _save(store, state)
+                _save(store, state, callbacks)
+        _save(store, state, callbacks)
     log.close()
     plot_metrics(store.metrics, store.directory)
     params = run.export(state.params)
@@ -126,9 +137,10 @@ def _loop(run: Run, store: RunStore, stop: Stop) -> Trained:
     return Trained(step, finished, run.draft_config, params)
 
 
-def _save(store: RunStore, state: TrainState) -> None:
+def _save(store: RunStore, state: TrainState, callbacks: Callbacks) -> None:
     _check_finite("a weight", state.params, int(state.step), store)
-    store.save(state)
+    if store.save(state):
+        callbacks.saved(int(state.step), state)
 
 
 def _check_finite(what: str, values: Any, step: int, store: RunStore) -> None:

@@ -19,7 +19,7 @@ from dflash_jax.writing import replace_array
 
 # What may change when a run is resumed, because no weight depends on it. Of the target and the data, their
 # fingerprints are compared.
-_MAY_CHANGE = ("output", "log_every", "checkpoint", "evaluation", "pretrain")
+_MAY_CHANGE = ("output", "log_every", "tensorboard", "checkpoint", "evaluation", "pretrain")
 _MAY_CHANGE_IN_DATA = ("data.path", "data.rule", "data.features")
 # A setting that a record of a run does not have was at its default.
 _DEFAULTS = {"target": ".", "output": ".", "draft": {}, "data": {"path": "."}, "optimiser": {"steps": 1}}
@@ -123,15 +123,15 @@ class RunStore:
             ) from None
         return scale
 
-    def save(self, state: TrainState) -> None:
-        """Writes a checkpoint, if this step has none yet.
+    def save(self, state: TrainState) -> bool:
+        """Writes a checkpoint, if this step has none yet, and returns whether it had none.
 
         Raises:
           CheckpointError: it cannot be written; those before it stay.
         """
         step = int(state.step)
         if step == self._manager.latest_step():
-            return
+            return False
         try:
             self._manager.save(step, args=ocp.args.StandardSave(state))
         except Exception as error:  # Orbax raises many classes, none of its own
@@ -139,6 +139,7 @@ class RunStore:
                 f"checkpoint {step} cannot be written to {self.directory} ({_first_line(error)}); "
                 "what was saved before stays, and the run continues from there"
             ) from error
+        return True
 
     def restore(self, like: TrainState) -> TrainState:
         """The newest checkpoint, bit for bit.
