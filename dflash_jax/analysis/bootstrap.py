@@ -1,4 +1,7 @@
-"""Confidence intervals by resampling requests (Efron 1979): a request's rounds depend on each other, requests do not."""
+"""Confidence intervals by resampling (Efron 1979).
+
+What is drawn are requests, because the rounds of one depend on each other.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dflash_jax.engine import Engine, EngineState
 from dflash_jax.kernels.context import KeyValues
 
 View = dict[str, np.ndarray]
-"""What there is to a request after a round: leaves of its state by name, wherever in the batch and the pages it lies."""
+"""What there is to a request after a round: leaves of its state by name."""
 
 _ORDER = ("drafted", "verified", "produced", "slots", "draft_pages", "target_pages", "recurrent")
 """In a round one thing follows from the other in this order, so the first difference is its cause."""
@@ -66,8 +66,8 @@ class Difference:
 def diff(first: Engine, second: Engine, *, atol: float = 0.0) -> Difference | None:
     """Runs two engines on, beside each other, to the first round after which a request's state differs.
 
-    A request's state is looked at by itself: its slot's entries, the keys and values of its tokens, its recurrent state.
-    In which row, slot and pages it lies makes no difference. The engines stay as they are.
+    A request's state is looked at by itself: its slot's entries, the keys and values of its tokens, its recurrent
+    state. In which row, slot and pages it lies makes no difference. The engines stay as they are.
 
     Args:
       first, second: with the same requests.

@@ -46,4 +46,4 @@ def kind_of_text(text: str) -> str:
 
 
 def _in_word(character: str) -> bool:
-    return character.isalnum() or unicodedata.category(character).startswith("M") or character in "'’_"
+    return character.isalnum() or unicodedata.category(character).startswith("M") or character in "'_\u2019"

@@ -1,4 +1,4 @@
-"""The next round of a request, looked at without running it: what is drafted, how it is scored, what the target says."""
+"""The next round of a request, without running it: what is drafted, how it is scored, what the target says."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def measured_cost(costs: Costs, *, rows: int = 1, context: int = 0) -> CostTable
     if plain is None or not points:
         what = "without a draft" if plain is None else "with a draft"
         raise ConfigError(
-            f"no rounds of {rows} rows {what} were measured; run more of them with draft.width auto, or give linear_cost"
+            f"no rounds of {rows} rows {what} were measured; run more with draft.width auto, or give linear_cost"
         )
     ks, seconds = np.array(list(points)), np.array(list(points.values())) / plain
     slope = max(0.0, (seconds[-1] - seconds[-2]) / (ks[-1] - ks[-2])) if len(ks) > 1 else 0.0
@@ -97,9 +97,9 @@ def what_if(
 ) -> WhatIf:
     """The speed-up that other numbers of drafted tokens would bring.
 
-    The chance of each position is taken from the record. For fewer tokens than were drafted that is what verifying only
-    the first of them (`draft.width`) brings; a draft that is run with a smaller block drafts other tokens, though mostly
-    similar ones.
+    The chance of each position is taken from the record. For fewer tokens than were drafted that is what verifying
+    only the first of them (`draft.width`) brings; a draft that is run with a smaller block drafts other tokens, though
+    mostly similar ones.
 
     Args:
       rounds: the record.
@@ -154,7 +154,10 @@ def _by_request(rounds: Rounds) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tokens(rates: Float[np.ndarray, "times drafts"], most: int) -> Float[np.ndarray, "times options"]:
-    """Expected tokens of a round, for 0 to `most` drafted tokens; a position nothing is known of is like the one before."""
+    """Expected tokens of a round, for 0 to `most` drafted tokens.
+
+    A position of which nothing is known is taken to be like the one before it.
+    """
     rates = rates.copy()
     for at in range(1, rates.shape[1]):
         rates[:, at] = np.where(np.isnan(rates[:, at]), rates[:, at - 1], rates[:, at])

@@ -19,9 +19,12 @@ def plot_lattice(
 ) -> Axes:
     """Draws a round: a column for each drafted position, its candidates in it, the drafted path through them.
 
-    The shade of a candidate is the target's probability of it, and the number below it the draft's. A drafted token has a
-    green frame if the target keeps it and a red one if it does not; after that the target was not asked. The last
-    row has what the target says itself at each position.
+    Candidates stand in the order of their unary scores, so the path leaves the top row where DFlash 2's edges decide
+    otherwise.
+
+    The shade of a candidate is the target's probability of it, and the number below it the draft's. A drafted token
+    has a green frame if the target keeps it and a red one if it does not; after that the target was not asked. The
+    last row has what the target says itself at each position.
 
     Args:
       lattice: what `peek` returned.
@@ -78,10 +81,8 @@ def plot_lattice(
 
 
 def _shown(lattice: Lattice, position: int, most: int) -> list[int]:
-    """The candidates of a position that are drawn, by their score after the token before; the drafted one too."""
-    scores = lattice.edges_on_path
-    order = np.arange(lattice.candidates.shape[1]) if scores is None else np.argsort(-scores[position], kind="stable")
-    chosen = order[:most].tolist()
+    """The candidates of a position that are drawn, best by themselves first; the drafted one too."""
+    chosen = list(range(min(most, lattice.candidates.shape[1])))
     drafted = int(lattice.path[position])
     return chosen if drafted in chosen else [*chosen[: most - 1], drafted]
 
@@ -109,6 +110,6 @@ def _colour(lattice: Lattice, position: int) -> str:
 
 
 def _node(ax: Axes, place: tuple[float, float], label: str, *, shade: float, frame: str, width: float) -> None:
-    light = 1 - 0.75 * min(max(shade, 0.0), 1.0)
+    light = 1 - 0.55 * min(max(shade, 0.0), 1.0)
     box = {"boxstyle": "round,pad=0.25", "facecolor": (light, light, 1.0), "edgecolor": frame, "linewidth": width}
     ax.text(*place, label, ha="center", va="center", fontsize=9, bbox=box, zorder=3)

@@ -132,7 +132,7 @@ def test_job_outputs_count_as_completions_do(tmp_path):
     for found in (rounds_of(lines), rounds_of(file)):
         assert (found.kept == rounds_of(completions).kept).all() and found.ids == tuple(range(len(lines)))
     with pytest.raises(
-        ConfigError, match="line 0 of the job's output has no trace; run the job with output.trace true"
+        ConfigError, match=r"line 0 of the job's output has no trace; run the job with output.trace true"
     ):
         rounds_of([{**lines[0], "trace": None}])
     with pytest.raises(ConfigError, match="is no file; it must be the output of a job"):
@@ -257,7 +257,7 @@ def test_a_comparison_is_of_the_engine_s_own_figures_and_of_the_same_prompts():
         assert length == pytest.approx(total_acceptance(one.metrics for one in run).mean_acceptance_length), label
     with pytest.raises(ConfigError, match="'b' has 1 requests and 'a' has 5"):
         compare({"a": first, "b": first[:1]})
-    with pytest.raises(ConfigError, match="request 0 has a prompt of .* tokens in 'b'"):
+    with pytest.raises(ConfigError, match=r"request 0 has a prompt of .* tokens in 'b'"):
         compare({"a": first, "b": first[::-1]})
     with pytest.raises(ConfigError, match="nothing to compare"):
         compare({})

@@ -126,7 +126,7 @@ def test_peek_says_why_a_request_has_no_next_round():
     served.step()
     peek(served, "a")
     plain = decoding("recall-dflash2", {"speculation": False})
-    with pytest.raises(RequestError, match="not drafted for .the request asked for no speculation"):
+    with pytest.raises(RequestError, match=r"not drafted for .the request asked for no speculation"):
         peek(plain)
     with pytest.raises(StateError, match="slot 3 holds no request that decodes"):
         peek_state(served.models, served.state, 3)

@@ -156,8 +156,8 @@ def test_a_forced_token_without_an_index_comes_next():
 @pytest.mark.parametrize("draft", [PAIR, HYBRID])
 def test_a_replay_with_other_sampling_samples_from_there_on(draft):
     served = halfway(draft)
-    sampled = finish(replay(served, sampling={"temperature": 1.5, "seed": 3}))
-    again = finish(replay(served, sampling={"temperature": 1.5, "seed": 3}))
+    sampled = finish(replay(served, sampling={"temperature": 6.0, "seed": 3}))
+    again = finish(replay(served, sampling={"temperature": 6.0, "seed": 3}))
     greedy = finish(replay(served, sampling={}))
     plain = finish(served)
     for name, one in plain.items():
@@ -205,7 +205,7 @@ def test_a_difference_is_told_by_request_round_and_leaf():
     rounds = len(served.host.find("r1").produced_per_round)
     found = diff(served, broken)
     assert (found.request, found.round) == ("r1", rounds + 1)
-    assert found.leaf == "drafted" and {"draft_pages.k"} <= {one.leaf for one in found.leaves}
+    assert found.leaf == "drafted" and any(one.leaf.startswith("draft_pages.k") for one in found.leaves)
     assert str(found).startswith(f"request 'r1' differs in round {rounds + 1}: drafted[")
     # Where nothing was drafted otherwise yet, the pages alone tell.
     slight = served.fork()
@@ -220,7 +220,7 @@ def test_a_difference_is_told_by_request_round_and_leaf():
 def test_another_k_and_another_text_differ_where_they_should():
     served = halfway()
     found = diff(served, replay(served, k=3))
-    assert found.leaf == "drafted" and found.leaves[0].first is not None and found.leaves[0].second is None
+    assert found.leaf == "drafted" and "verified" in {one.leaf for one in found.leaves}
     found = diff(served, replay(served, sampling={"temperature": 3.0, "seed": 1}))
     assert found.leaf in ("drafted", "produced")
     assert "slots.sampler.temperature" in {one.leaf for one in found.leaves}

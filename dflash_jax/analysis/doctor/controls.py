@@ -1,4 +1,4 @@
-"""What a draft guesses from its own context and from others, all else equal: the training forward on recorded rounds."""
+"""What a draft guesses from its own context and from others: the training forward on recorded rounds."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def _check_block(engine: Engine) -> Iterable[Finding]:
         yield Finding(
             "k",
             "notice",
-            f"draft.k is {k}, and the draft was trained to propose {trained}: a shorter block drafts other tokens, and no "
-            f"round can bring more than {k + 1}; draft.width {k} with whole blocks keeps what it drafts",
+            f"draft.k is {k}, and the draft was trained to propose {trained}: a shorter block drafts other tokens, and "
+            f"no round can bring more than {k + 1}; draft.width {k} with whole blocks keeps what it drafts",
         )
     else:
         yield Finding("k", "fine", f"draft.k is {k}, as trained")
@@ -175,8 +175,8 @@ def check_prompts(engine: Engine, prompts: Sequence[Any]) -> list[Finding]:
         Finding(
             "chat_template",
             "notice",
-            f"{plain} of {len(prompts)} prompts are plain text, though the target has a chat template; a draft that was "
-            "trained on chats guesses better if they are messages",
+            f"{plain} of {len(prompts)} prompts are plain text, though the target has a chat template; a draft that "
+            "was trained on chats guesses better if they are messages",
         )
     ]
 
