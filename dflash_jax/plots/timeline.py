@@ -50,7 +50,7 @@ def plot_timeline(timeline: Timeline, *, ax: Axes | None = None, of: Literal["sl
         for name in step.preempted:
             if name in last:
                 ax.plot(at + 1, last[name], "v", color="black", markersize=6, zorder=4)
-    ax.set(xlabel="step", ylabel="slot" if of == "slots" else "row", xlim=(0.5, len(timeline.steps) + 0.5))
+    ax.set(xlabel="step", ylabel="slot" if of == "slots" else "row", xlim=(0.5, max(1, len(timeline.steps)) + 0.5))
     ax.set_yticks(np.arange(places))
     ax.set_ylim(places - 0.5, -0.5)
     whole_numbers(ax)
