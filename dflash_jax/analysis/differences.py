@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -92,7 +93,8 @@ def diff(first: Engine, second: Engine, *, atol: float = 0.0) -> Difference | No
     # A round that only one of them ran.
     for request, number in sorted(pending[0].keys() ^ pending[1].keys(), key=lambda key: key[1]):
         held = pending[0].get((request, number)), pending[1].get((request, number))
-        rounds = LeafDifference("rounds", (), *(None if view is None else number for view in held), None)
+        mine, its = (None if view is None else number for view in held)
+        rounds = LeafDifference("rounds", (), mine, its, None)
         return Difference(request, number, (rounds,))
     return None
 
@@ -106,8 +108,8 @@ def _views(engine: Engine) -> Iterator[dict[tuple[str, int], View]]:
         found = {}
         for name, completion in completions.items():
             after = engine.host.find(name)
-            record = completion if completion is not None else after
             held = after if after is not None else before.find(name)
+            record: Any = after if completion is None else completion
             if record is None:
                 continue
             number = len(record.produced_per_round)
@@ -163,7 +165,8 @@ def _leaf_difference(
     name: str, first: np.ndarray | None, second: np.ndarray | None, atol: float
 ) -> LeafDifference | None:
     if first is None or second is None:
-        return LeafDifference(name, (), *(None if leaf is None else leaf.size for leaf in (first, second)), None)
+        sizes = [None if leaf is None else leaf.size for leaf in (first, second)]
+        return LeafDifference(f"{name}.size", (), sizes[0], sizes[1], None)
     if first.shape != second.shape:
         axis = next((at for at, (a, b) in enumerate(zip(first.shape, second.shape, strict=False)) if a != b), 0)
         return _of_other_lengths(name, first, second, axis)
@@ -184,8 +187,8 @@ def _of_other_lengths(name: str, first: np.ndarray, second: np.ndarray, axis: in
     shorter = min(len(first), len(second))
     same = first[:shorter] == second[:shorter]
     at = int(np.argmin(same)) if not same.all() else shorter
-    values = [leaf[at].item() if at < len(leaf) else None for leaf in (first, second)]
-    return LeafDifference(name, (at,), *values, None)
+    mine, its = (leaf[at].item() if at < len(leaf) else None for leaf in (first, second))
+    return LeafDifference(name, (at,), mine, its, None)
 
 
 def _number(value: float) -> float | None:

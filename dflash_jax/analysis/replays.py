@@ -68,7 +68,7 @@ def replay(
 
 def finish(engine: Engine) -> dict[str, Completion]:
     """Steps an engine until nothing is left to do; the completions, by request id."""
-    done = {}
+    done: dict[str, Completion] = {}
     while engine.has_work:
         done |= {update.id: update.completion for update in engine.step() if update.completion is not None}
     return done

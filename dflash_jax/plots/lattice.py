@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -66,7 +67,7 @@ def plot_lattice(
         own = at == lattice.accepted
         asked = at <= lattice.accepted
         label = name_of(lattice.next_token if own else int(token))
-        style = {"color": "black" if asked else "#aaaaaa", "fontweight": "bold" if own else "normal"}
+        style: dict[str, Any] = {"color": "black" if asked else "#aaaaaa", "fontweight": "bold" if own else "normal"}
         ax.text(at + 1.0, bottom, f"{label}\n{probability:.2f}", ha="center", va="center", fontsize=8, **style)
     ax.text(0.0, bottom, "target says", ha="center", va="center", fontsize=8)
     ax.set_xlim(-0.7, drafts + 1.6)

@@ -1200,7 +1200,13 @@ _OF_ANALYSIS = (
     ),
     Mutant(
         "analysis: draw other prompts for each drafter",
-        (("analysis/comparing.py", "interval(samples - sampled[0], level)", "interval(samples - sampled[0][::-1], level)"),),
+        (
+            (
+                "analysis/comparing.py",
+                "interval(samples - sampled[0], level)",
+                "interval(samples - sampled[0][::-1], level)",
+            ),
+        ),
         "tests/analysis/test_acceptance.py::test_a_comparison_is_paired",
         r"assert",
     ),

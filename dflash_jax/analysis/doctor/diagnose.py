@@ -12,7 +12,7 @@ import numpy as np
 from dflash_jax.acceptance import total_acceptance
 from dflash_jax.analysis.acceptance import by_position
 from dflash_jax.analysis.doctor.control_checks import WEAK, Say, better, check_controls
-from dflash_jax.analysis.doctor.findings import Diagnosis, Finding, diagnosis
+from dflash_jax.analysis.doctor.findings import Diagnosis, Finding, Level, diagnosis
 from dflash_jax.analysis.doctor.setup_checks import check_prompts, check_setup
 from dflash_jax.analysis.doctor.told import Told, read_told
 from dflash_jax.analysis.rounds import Rounds, rounds_of
@@ -153,7 +153,7 @@ def _check_shortlist(engine: Engine, completions: Sequence[Completion]) -> list[
         return []
     said = np.array([token for one in completions for token in one.token_ids])
     missing = float(np.mean(~np.isin(said, np.asarray(shortlist.tokens))))
-    level = "problem" if missing > 0.02 else "fine"
+    level: Level = "problem" if missing > 0.02 else "fine"
     sentence = f"{missing:.1%} of the answers' tokens are not on draft.shortlist, and are never drafted"
     return [Finding("shortlist", level, sentence + ("; make it longer" if level == "problem" else ""))]
 
