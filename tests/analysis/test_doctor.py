@@ -32,11 +32,11 @@ TEMPLATE = (
 
 
 def served(of=None, *, tokenizer=None, k=None, sizes=None, **changes) -> Engine:
-    """An engine of the pair with fields of its draft's config changed."""
+    """An engine of the pair with fields of its draft's config changed; one slot, so that little is compiled."""
     of = models(PAIR) if of is None else of
     if changes:
         of = of.replace(draft_config=dataclasses.replace(of.draft_config, **changes))
-    return Engine(of, EngineConfig(**{**SIZES, **(sizes or {})}), tokenizer=tokenizer, k=k)
+    return Engine(of, EngineConfig(**{**SIZES, "max_slots": 1, **(sizes or {})}), tokenizer=tokenizer, k=k)
 
 
 def found(engine, cause, **options):
@@ -142,7 +142,7 @@ def test_what_sampling_costs_a_draft_that_cannot_sample_is_found():
 
 
 def test_requests_that_are_not_drafted_for_are_found():
-    engine = Engine(models(PAIR), EngineConfig(**SIZES), max_context=20)
+    engine = Engine(models(PAIR), EngineConfig(**{**SIZES, "max_slots": 1}), max_context=20)
     is_problem(found(engine, "fallback", max_tokens=8), "past draft.max_context 20")
 
 
@@ -269,7 +269,7 @@ def test_the_command_says_it_in_sentences_and_in_its_exit_code(tmp_path):
     config = tmp_path / "job.yaml"
     config.write_text(
         f"target: {{path: {GOLDEN / 'recall-target'}}}\ndraft: {{path: {GOLDEN / PAIR}, width: null}}\n"
-        f"engine: {{max_slots: 4, max_model_len: 160, page_size: 16, strict: true}}\n"
+        f"engine: {{max_slots: 1, max_model_len: 160, page_size: 16, strict: true}}\n"
         f"input: {{path: {input_}}}\noutput: {{path: {tmp_path / 'out.jsonl'}}}\n"
     )
     done = CliRunner().invoke(app, ["doctor", str(config), "--tokens", "48"])
