@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import matplotlib
 import numpy as np
 import pytest
@@ -157,3 +159,17 @@ def test_what_if_marks_what_is_extrapolated_and_what_is_best():
     hollow = [line for line in axes.get_lines() if line.get_markerfacecolor() == "none"]
     assert [line.get_xdata().tolist() for line in hollow] == [[4, 5]]
     assert [text.get_text() for text in axes.texts] == [f"best: {found.best}"]
+
+
+def test_curves_of_a_training_leave_a_notebook_s_backend_alone(tmp_path):
+    from dflash_jax.training import plot_metrics
+
+    metrics = tmp_path / "metrics.jsonl"
+    line = {"step": 1, "kind": "train", "loss": 2.0, "acceptance": 1.5, "chosen": [0.5, 0.25]}
+    metrics.write_text(json.dumps(line) + "\n")
+    matplotlib.use("svg")
+    try:
+        assert {file.name for file in plot_metrics(metrics, tmp_path)} == {"loss.png", "acceptance.png", "accuracy.png"}
+        assert matplotlib.get_backend() == "svg"
+    finally:
+        matplotlib.use("Agg")

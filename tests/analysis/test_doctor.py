@@ -169,7 +169,8 @@ def test_another_target_than_the_trained_one_is_found():
 
 
 def test_text_that_is_harder_than_that_of_the_training_is_found():
-    is_problem(found(served(), "other_text", told=Told(trained_acceptance=40.0)), "40.00 tokens a round", "were")
+    finding = found(served(), "other_text", told=Told(trained_acceptance=40.0))
+    is_problem(finding, "40.00 tokens a round", "these prompts are not what it was trained on")
 
 
 def words(template=TEMPLATE, size=64) -> Tokenizer:
@@ -276,4 +277,5 @@ def test_the_command_says_it_in_sentences_and_in_its_exit_code(tmp_path):
     assert done.exit_code == 0, done.output
     assert "fine: does_not_listen:" in done.output and not (tmp_path / "out.jsonl").exists()
     done = CliRunner().invoke(app, ["doctor", str(config), "--tokens", "48", "--set", "draft.mask_token_id=7"])
-    assert done.exit_code == 1 and done.output.startswith("problem: mask_token: draft.mask_token_id is 7"), done.output
+    assert done.exit_code == 1, done.output
+    assert done.stdout.startswith("problem: mask_token: draft.mask_token_id is 7"), done.output
