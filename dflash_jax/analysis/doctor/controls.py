@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 
 from dflash_jax.analysis.rounds import Rounds
 from dflash_jax.engine import Models
+from dflash_jax.kernels.compact import is_compact, widened
 from dflash_jax.models.config import DraftConfig, TargetConfig
 from dflash_jax.models.matrix import map_matrices
 from dflash_jax.models.weights import DraftParams, TargetParams
@@ -92,9 +93,8 @@ class Controls:
         assert models.draft_config is not None and isinstance(models.draft, DraftParams)
         self.config, self.places = models.draft_config, places
         self._layers = tuple(sorted(set(layers)))
-        self._params = jax.tree.map(
-            lambda leaf: jnp.asarray(leaf, jnp.float32), map_matrices(lambda m: m.laid_out("in_out"), models.draft)
-        )
+        laid_out = map_matrices(lambda matrix: matrix.laid_out("in_out"), models.draft)
+        self._params = jax.tree.map(lambda leaf: jnp.asarray(widened(leaf), jnp.float32), laid_out, is_leaf=is_compact)
         shared = shared_weights(models.target, "float32")
         self._shared = SharedWeights(shared.embedding.astype(jnp.float32), shared.head)
         self._states = self._run_target(models.target, models.target_config)
