@@ -153,7 +153,11 @@ def _check_layers(controls: Controls, own: float, ids: Sequence[int], shifted: S
     if not tried:
         return Finding("feature_layers", "unknown", f"there are no layers beside {list(ids)} to compare with")
     others = ", ".join(f"{list(each)}: {length:.2f}" for each, length in tried.items())
-    return Finding("feature_layers", "fine", f"states after layers {list(ids)} serve best; others would bring {others}")
+    return Finding(
+        "feature_layers",
+        "fine",
+        f"no other layers serve better than {list(ids)}, which bring {own:.2f} tokens a round; {others}",
+    )
 
 
 def _check_mask(engine: Engine, controls: Controls, own: float, told: Told) -> Finding:
@@ -175,7 +179,9 @@ def _check_mask(engine: Engine, controls: Controls, own: float, told: Told) -> F
             f"with token {best} as its mask the draft keeps {tried[best] - 1:.2f} tokens a round, with {mask} "
             f"{own - 1:.2f}; set draft.mask_token_id {best}",
         )
-    return Finding("mask_token", "fine", f"token {mask} serves best as the mask of {1 + len(others)} that were tried")
+    return Finding(
+        "mask_token", "fine", f"no other mask token of {len(others)} that were tried serves better than {mask}"
+    )
 
 
 def _check_rope(engine: Engine, controls: Controls, own: float, told: Told) -> list[Finding]:

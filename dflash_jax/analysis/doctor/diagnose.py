@@ -86,7 +86,7 @@ def _check_run(
         found.append(Finding("acceptance", "problem", "no round had a draft; the other findings say why"))
     else:
         known = by_position(rounds)
-        rates = ", ".join(f"{rate:.2f}" for rate in known.rate)
+        rates = ", ".join("-" if np.isnan(rate) else f"{rate:.2f}" for rate in known.rate)
         found.append(
             Finding(
                 "acceptance",

@@ -53,7 +53,11 @@ def _check_block(engine: Engine) -> Iterable[Finding]:
 def _check_config(engine: Engine, told: Told) -> Iterable[Finding]:
     config = _config(engine)
     if told.config is None:
-        yield Finding("config", "unknown", "the draft has no config.json that can be read to compare its settings with")
+        yield Finding(
+            "config",
+            "unknown",
+            "nothing is told of the draft's own config.json, so its settings were not compared with it",
+        )
         return
     for name, cause, setting in (
         ("mask_token_id", "mask_token", "draft.mask_token_id"),
