@@ -37,7 +37,7 @@ def replay(
     """An engine that goes on from a state, with what is given changed. Nothing else notices.
 
     A request with other sampling or a forced token runs its tokens again, so that both contexts are those of the new
-    text. Its record of rounds, of drafts and of seconds then begins anew where a token is forced.
+    text. Where a token is forced, its record of rounds and drafts begins anew, and has no log-probabilities.
 
     Args:
       engine: goes on from here, or gives its models for `at`; may be left out for a snapshot that names its models.
@@ -141,6 +141,7 @@ def _change(
             "verified_per_round",
             "preemptions",
             "hashes",
+            "logprobs",
         )
     }
     return dataclasses.replace(host, waiting=host.waiting.replace(name, dataclasses.replace(waiting, **same)))
@@ -177,6 +178,11 @@ def _with_token(engine: Engine, sequence: Sequence, force: tuple[int, int] | int
         produced_per_round=Log(),
         drafted_blocks=Log(),
         verified_per_round=Log(),
+        # A token that nobody sampled has no log-probability, and a record has one for each token.
+        request=dataclasses.replace(
+            sequence.request, sampling=dataclasses.replace(sequence.request.sampling, logprobs=None)
+        ),
+        logprobs=Log(),
         # The hashes are those of pages whose tokens may have changed.
         hashes=Log(),
     )

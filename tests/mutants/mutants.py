@@ -1184,6 +1184,8 @@ _OF_OUTPUTS = (
         (("jobs/in_flight.py", "        if len(there) < item.sampling.n:\n", "        if not there:\n"),),
         "tests/jobs/test_job_samples.py::test_a_row_has_all_samples_and_the_summary_counts_them",
         r"KeyError",
+    ),
+)
 
 _OF_ANALYSIS = (
     Mutant(
