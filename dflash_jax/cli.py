@@ -181,6 +181,29 @@ def inspect(
     )
 
 
+@app.command()
+def doctor(
+    config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="The job; see docs/analysis.md.")],
+    prompts: Annotated[int, typer.Option(min=1, help="How many of its prompts are run.")] = 6,
+    tokens: Annotated[int, typer.Option(min=1, help="Of each answer, at most.")] = 64,
+    set_: _Set = None,
+) -> None:
+    """Tell why acceptance is low. Exits with 1 if it finds a problem."""
+    from dflash_jax.jobs.config import load_job
+
+    job = load_job(config, set_ or ())
+    from dflash_jax.analysis.doctor.command import examine
+    from dflash_jax.compile_cache import enable_compile_cache
+    from dflash_jax.progress import Bar
+
+    enable_compile_cache()
+    with Bar("examining", 0, each="prompt") as bar:
+        found = examine(job, prompts=prompts, max_tokens=tokens, say=bar.doing)
+    print(found)
+    if found.problems:
+        raise typer.Exit(1)
+
+
 @_bench.command()
 def ladder(
     config: Annotated[str, typer.Argument(metavar="CONFIG.yaml", help="Target, draft and engine; a job's will do.")],

@@ -25,7 +25,7 @@ from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.cost_files import CostFiles
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.forks import Draft
-from dflash_jax.engine.host import NO_LIMIT, add, name_request, remove, restart, shift_times
+from dflash_jax.engine.host import NO_LIMIT, HostState, add, name_request, remove, restart, shift_times
 from dflash_jax.engine.init import empty_device, init_host, make_policy, with_costs, with_policy
 from dflash_jax.engine.loading import load, read_setup
 from dflash_jax.engine.memory import divide
@@ -40,6 +40,9 @@ from dflash_jax.errors import CheckpointError, RequestError, StateError, quote
 from dflash_jax.kernels.dispatch import Implementation
 
 _UNCHANGED: Any = object()
+
+Observer = Callable[[HostState, HostState, tuple[Update, ...]], None]
+"""Is told of a step: the host's half before it and after it, and what it brought each request."""
 
 
 class Engine:
@@ -102,6 +105,7 @@ class Engine:
             self.host = with_costs(self.host, self._costs.read(self.host))
         self.state: EngineState = empty_device(self.models, self.config)
         self._read: Reader = NO_TEXT if tokenizer is None else TextReader(tokenizer)
+        self._observers: tuple[Observer, ...] = ()
 
     @property
     def models(self) -> Models:
@@ -225,8 +229,26 @@ class Engine:
             raise
         return updates
 
+    def subscribe(self, observer: Observer) -> Callable[[], None]:
+        """Calls `observer` after each step, in the thread that takes it, with what it did; forks are not observed.
+
+        If it raises, the step is done, and what it brought stays undelivered.
+
+        Returns:
+          A function that ends it.
+        """
+        with self._lock:
+            self._observers = (*self._observers, observer)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._observers = tuple(each for each in self._observers if each is not observer)
+
+        return unsubscribe
+
     def _advance(self) -> None:
         """One step; its updates are added to `host.undelivered`."""
+        before = self.host
         try:
             host, state, updates = step(self._run, self.host, self.state, self._clock, self._read)
             host = dataclasses.replace(host, undelivered=join_updates(host.undelivered, updates))
@@ -237,6 +259,8 @@ class Engine:
             if is_donated(self.state):
                 self.host, self.state = restart(self.host), empty_device(self.models, self.config)
             raise
+        for observer in self._observers:
+            observer(before, host, updates)
 
     def abort(self, request_id: str) -> Completion:
         """Ends a request wherever it is, and returns what it has, with what no update has delivered yet.
@@ -481,6 +505,7 @@ class Engine:
     def _copy(self) -> Engine:
         twin = copy.copy(self)
         twin._read = NO_TEXT if self.tokenizer is None else TextReader(self.tokenizer)
+        twin._observers = ()
         return twin
 
     def _with_draft(self, draft: Draft | None, k: int | None, width: VerifyWidth | None) -> Engine:

@@ -1224,6 +1224,45 @@ _OF_OUTPUTS = (
     ),
 )
 
+_OF_ANALYSIS = (
+    Mutant(
+        "analysis: take the end of an output for a rejection",
+        (
+            (
+                "analysis/rounds.py",
+                "        end = np.where(self.cut, self.kept, np.minimum(self.kept + 1, self.verified))\n",
+                "        end = np.minimum(self.kept + 1, self.verified)\n",
+            ),
+        ),
+        "tests/analysis/test_acceptance.py::test_a_round_that_the_end_of_the_output_cut_counts_as_far_as_it_goes",
+        r"observed",
+    ),
+    Mutant(
+        "analysis: draw other prompts for each drafter",
+        (
+            (
+                "analysis/comparing.py",
+                "interval(samples - sampled[0], level)",
+                "interval(samples - sampled[0][::-1], level)",
+            ),
+        ),
+        "tests/analysis/test_acceptance.py::test_a_comparison_is_paired",
+        r"assert",
+    ),
+    Mutant(
+        "analysis: draw a peeked round by the next position's numbers",
+        (("analysis/lattice.py", "block.probs, sampler, position)", "block.probs, sampler, position + 1)"),),
+        "tests/analysis/test_lattice.py::test_peek_sees_what_the_next_step_does_and_changes_nothing[sampled-recall-dflash2]",
+        r"committed",
+    ),
+    Mutant(
+        "analysis: observe forks too",
+        (("engine/engine.py", "        twin._observers = ()\n", ""),),
+        "tests/analysis/test_replays.py::test_an_observer_is_of_one_engine_and_a_fork_is_not_observed",
+        r"assert not",
+    ),
+)
+
 MUTANTS = (
     *_OF_GOLDEN_PAIRS,
     *_OF_THE_HOST,
@@ -1234,6 +1273,7 @@ MUTANTS = (
     *_OF_STARTS,
     *_OF_TEXT,
     *_OF_WIDTH,
+    *_OF_ANALYSIS,
     *(
         _on_a_trained_pair(pair, *gate)
         for pair in ("recall-trained", "recall-hybrid-trained")

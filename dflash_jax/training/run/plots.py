@@ -17,9 +17,6 @@ def plot_metrics(metrics: Path, directory: Path) -> list[Path]:
     Returns:
       The files.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
     lines = read_metrics(metrics)
