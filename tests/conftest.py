@@ -23,7 +23,7 @@ if os.environ.get("DFLASH_JAX_TYPECHECK", "1") != "0":
 
     # Shapes are checked where functions are traced; what is compiled already runs as fast as ever.
     # The edges that take what users write are left out: they say what is wrong in words of their own.
-    _PARTS = ["models", "kernels", "sampling", "training"]
+    _PARTS = ["models", "kernels", "sampling", "training", "engine.processors"]
     _PARTS += [
         f"engine.{name}"
         for name in (

@@ -141,11 +141,12 @@ class _Traced:
 
 
 def _read(path: Path) -> list[Mapping[str, Any]]:
-    from dflash_jax.jobs.writer import is_refusal, read_results
+    from dflash_jax.jobs.formats import read_output
+    from dflash_jax.jobs.ledger import is_refusal
 
-    if not path.is_file():
-        raise ConfigError(f"{quote(str(path))} is no file; it must be the output of a job")
-    return [result for result in read_results(path) if not is_refusal(result)]
+    if not path.exists():
+        raise ConfigError(f"{quote(str(path))} is not there; it must be the output of a job")
+    return [result for result in read_output(path) if not is_refusal(result)]
 
 
 def _completion_like(line: Mapping[str, Any]) -> _Traced:

@@ -34,6 +34,11 @@ class Tokenizer:
         self._noted_bos = False
 
     @property
+    def backend(self) -> PreTrainedTokenizerFast:
+        """transformers' tokenizer, for libraries that take one."""
+        return self._backend
+
+    @property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included. A model may have more, never used."""
         return len(self._backend)
@@ -83,6 +88,10 @@ class Tokenizer:
             self._noted_bos = True
             return ids[1:]
         return ids
+
+    def encode_alone(self, text: str) -> list[int]:
+        """Token ids of a text and of nothing around it."""
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids, with or without the special tokens among them. Ids past the vocabulary have no text."""

@@ -265,6 +265,11 @@ def _fail(policy: Policy, sequence: Sequence, broken: Violation, read: Reader) -
     """Ends a request by the name of what it broke."""
     if broken is Violation.finite_logits:
         message = f"{broken.name} is violated: {MEANING[broken]}, and those of request {sequence.id!r} are not"
+    elif broken is Violation.token_allowed:
+        message = (
+            f"{broken.name} is violated: {MEANING[broken]}, and those of request {sequence.id!r} allow none after "
+            f"{len(sequence.output)} tokens of output"
+        )
     else:
         message = f"{broken.name} is violated: {MEANING[broken]}, and request {sequence.id!r} broke it"
         if policy.strict:

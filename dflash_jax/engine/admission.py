@@ -8,7 +8,9 @@ import jax
 import numpy as np
 
 from dflash_jax.checkpoints import Tokenizer
+from dflash_jax.engine.grammars import Grammars
 from dflash_jax.engine.pages import PagePool, pages_for
+from dflash_jax.engine.processors.bad_words import MAX_LENGTH
 from dflash_jax.engine.prompts import Prompt
 from dflash_jax.engine.request import Request, SamplingParams
 from dflash_jax.errors import RequestError, quote
@@ -51,6 +53,7 @@ def make_request(
     max_model_len: int,
     pool: PagePool,
     tokenizer: Tokenizer | None,
+    grammars: Grammars | None = None,
 ) -> Request:
     """A request that the engine can serve.
 
@@ -62,6 +65,7 @@ def make_request(
       max_model_len: longest prompt and output together.
       pool: the page pool it will live in.
       tokenizer: makes output text, if there is one.
+      grammars: of structured output, if there is a tokenizer.
 
     Raises:
       RequestError: it can never be served; the message has the numbers.
@@ -86,7 +90,11 @@ def make_request(
     strange = [token for token in stop_tokens if token >= target.vocab_size]
     if strange:
         raise RequestError(f"stop token {strange[0]} is outside the vocabulary of {target.vocab_size} tokens")
-    request = Request(request_id, prompt, sampling, stop_tokens, min(sampling.max_tokens, room))
+    bad_words = _bad_words(sampling, tokenizer)
+    request = Request(request_id, prompt, sampling, stop_tokens, min(sampling.max_tokens, room), bad_words)
+    if request.is_processed:
+        _check_allowed(request, target.vocab_size)
+    _check_structured(request, grammars)
     needed = pages_for(request.longest, pool.page_size)
     if needed > pool.num_pages:
         raise RequestError(
@@ -94,3 +102,65 @@ def make_request(
             f"the whole pool has {pool.num_pages} (engine.num_pages)"
         )
     return request
+
+
+def _bad_words(sampling: SamplingParams, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of the bad words, each alone and after a space.
+
+    Raises:
+      RequestError: there is no tokenizer, or one of them is too long.
+    """
+    if not sampling.bad_words:
+        return ()
+    if tokenizer is None:
+        raise RequestError("sampling.bad_words needs a tokenizer, and the model has none; use logit_bias instead")
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in sampling.bad_words:
+        for text in (word.lstrip(), " " + word.lstrip()):
+            tokens = tuple(tokenizer.encode_alone(text))
+            if len(tokens) > MAX_LENGTH:
+                raise RequestError(
+                    f"sampling.bad_words has {quote(word)}, which is {len(tokens)} tokens; at most {MAX_LENGTH} can be"
+                )
+            if tokens:
+                sequences[tokens] = None
+    return tuple(sequences)
+
+
+def _check_allowed(request: Request, vocab_size: int) -> None:
+    """Refuses a request whose parameters name tokens that there are not, or leave none to begin with."""
+    sampling = request.sampling
+    named = {
+        "logit_bias": [token for token, _ in sampling.biases],
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+    }
+    for name, tokens in named.items():
+        outside = [token for token in tokens if token >= vocab_size]
+        if outside:
+            raise RequestError(
+                f"sampling.{name} has token {outside[0]}, which is outside the vocabulary of {vocab_size} tokens"
+            )
+    forbidden = {tokens[0] for tokens in request.bad_words if len(tokens) == 1}
+    if sampling.min_tokens:
+        forbidden.update(request.stop_tokens)
+    allowed = sampling.allowed_token_ids
+    if (len(forbidden) >= vocab_size) if allowed is None else forbidden.issuperset(allowed):
+        raise RequestError(
+            "sampling.allowed_token_ids, bad_words and min_tokens together forbid every token; at least one must be "
+            "allowed at the beginning"
+        )
+
+
+def _check_structured(request: Request, grammars: Grammars | None) -> None:
+    """Refuses a structured output that cannot be followed, or that nothing would end."""
+    structured = request.sampling.structured_outputs
+    if structured is None:
+        return
+    if grammars is None:
+        raise RequestError("sampling.structured_outputs needs a tokenizer, and the model has none")
+    if not request.stop_tokens:
+        raise RequestError(
+            "sampling.structured_outputs needs a token to end with, and the request has none; leave ignore_eos out, or "
+            "give stop_token_ids"
+        )
+    grammars.check(structured)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
       InvariantError: the message begins with the name of an invariant that does not hold: `context_writers`,
         `state_structure`, `one_row_axis`, `slot_exclusive`, `pages_conserved`, `pages_exclusive`,
         `block_table_covers`, `position_monotone`, `context_continuity`, `recurrent_continuity`,
-        `checkpoints_conserved`, `checkpoint_length`, `logprobs_complete` or `slot_entry`.
+        `checkpoints_conserved`, `checkpoint_length`, `logprobs_complete`, `processor_history` or `slot_entry`.
     """
     different = host.models.difference(identify(models))
     _require(different is None, "context_writers", different or "")
@@ -73,6 +73,8 @@ def check_state(models: Models, host: HostState, device: EngineState) -> None:
             "block_table_covers",
             f"{name} holds pages {list(sequence.pages)}, its slot {slot} has {known}",
         )
+        if sequence.request.is_processed:
+            _check_history(sequence, device)
         folded = position if device.recurrent is None else int(slots.folded[slot])
         _require(
             folded == position,
@@ -121,6 +123,22 @@ def _check_records(
     )
 
 
+def _check_history(sequence: Sequence, device: EngineState) -> None:
+    """The tokens that logits processors look at are the request's."""
+    name = f"request {sequence.id!r} in slot {sequence.slot}"
+    _require(device.processors is not None, "processor_history", f"{name} needs logits processors, and there are none")
+    assert device.processors is not None
+    tokens = sequence.tokens(0, len(sequence.request.prompt) + len(sequence.output))
+    known = np.asarray(device.processors.history[sequence.slot])[: len(tokens)].tolist()
+    _require(known == list(tokens), "processor_history", f"{name} has tokens {tokens}, its logits processors {known}")
+    known_len = int(device.processors.prompt_len[sequence.slot])
+    _require(
+        known_len == len(sequence.request.prompt),
+        "processor_history",
+        f"{name} has a prompt of {len(sequence.request.prompt)} tokens, its logits processors one of {known_len}",
+    )
+
+
 def _check_checkpoints(host: HostState, device: EngineState) -> None:
     if host.checkpoints is None or device.checkpoints is None:
         held = host.checkpoints is not None, device.checkpoints is not None
@@ -157,6 +175,7 @@ def _check_structure(models: Models, host: HostState, device: EngineState) -> No
                 page_size=size,
                 max_model_len=slot_pages * size,
                 checkpoints=0 if device.checkpoints is None else device.checkpoints.lengths.shape[0],
+                processors=device.processors is not None,
             )
         )
 

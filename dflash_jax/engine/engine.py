@@ -25,6 +25,7 @@ from dflash_jax.engine.containers import Queue
 from dflash_jax.engine.cost_files import CostFiles
 from dflash_jax.engine.device import prepare
 from dflash_jax.engine.forks import Draft
+from dflash_jax.engine.grammars import Grammars
 from dflash_jax.engine.host import NO_LIMIT, HostState, add, name_request, remove, restart, shift_times
 from dflash_jax.engine.init import empty_device, init_host, make_policy, with_costs, with_policy
 from dflash_jax.engine.loading import load, read_setup
@@ -96,7 +97,13 @@ class Engine:
         self.config = divide(config or EngineConfig(), models.target_config, models.draft_config)
         self.tokenizer = tokenizer
         self._clock = clock
-        self._run = Runner(prepare(models, implementation), donate=self.config.donate, implementation=implementation)
+        grammars = None if tokenizer is None else Grammars(tokenizer, models.target_config)
+        self._run = Runner(
+            prepare(models, implementation),
+            donate=self.config.donate,
+            implementation=implementation,
+            grammars=grammars,
+        )
         limit = NO_LIMIT if max_context is None else max_context
         policy = make_policy(self.models, self.config, k, width, limit)
         self.host = init_host(self.config, policy, self._run.identity, models.target_config)
@@ -145,7 +152,14 @@ class Engine:
             engine.warmup()
         return engine
 
-    def warmup(self, *, requests: int | None = None, plain: int = 0, sampling: Sampling | None = None) -> None:
+    def warmup(
+        self,
+        *,
+        requests: int | None = None,
+        plain: int = 0,
+        sampling: Sampling | None = None,
+        processed: bool = False,
+    ) -> None:
         """Compiles what requests will need, or loads it where it is kept, several programs at once.
 
         Without it each program is compiled when it is first needed, which no figure of a completion contains either,
@@ -155,10 +169,13 @@ class Engine:
           requests: how many will be in flight at once, at most; as many as there are slots by default.
           plain: how many, at most, when all in flight decode without drafting.
           sampling: what they will ask for, as far as it needs programs of its own: log-probabilities.
+          processed: some will have parameters that change logits, such as `logit_bias`, for which there are programs
+            of their own.
         """
         with self._lock:
+            asked = read_sampling(sampling)
             self._run.prepare(
-                self.state, possible_plans(self.host, read_sampling(sampling), requests=requests, plain=plain)
+                self.state, possible_plans(self.host, asked, requests=requests, plain=plain, processed=processed)
             )
 
     # Requests in and out.
@@ -203,6 +220,7 @@ class Engine:
                 max_model_len=self.config.max_model_len,
                 pool=host.pool,
                 tokenizer=self.tokenizer,
+                grammars=self._run.grammars,
             )
             self.host = add(host, request, self._clock())
         return request_id
@@ -464,7 +482,7 @@ class Engine:
             forks.check_target(host, engine.host, directory)
             engine.host = forks.recompute(host, engine.host)
         else:
-            like = empty_device(engine.models, engine.config, rows=saved.rows)
+            like = empty_device(engine.models, engine.config, rows=saved.rows, processors=saved.has_processors)
             snapshots.check_fits(Path(directory), saved, engine.host.models, like)
             state = snapshots.load_state(Path(directory), like)
             limits = jnp.full_like(state.slots.draft_limit, host.policy.draft_limit)

@@ -36,6 +36,7 @@ def with_draft(run: Runner, draft: Draft | None, dtype: str) -> Runner:
         donate=run.donate,
         implementation=run.implementation,
         target=run.identity.target,
+        grammars=run.grammars,
     )
 
 

@@ -73,7 +73,7 @@ def first_experience(policy: Policy) -> Experience | None:
     return inexperienced(policy.k) if policy.k and policy.width == "auto" else None
 
 
-def empty_device(models: Models, config: EngineConfig, rows: int = 1) -> EngineState:
+def empty_device(models: Models, config: EngineConfig, rows: int = 1, *, processors: bool = False) -> EngineState:
     """The device's half, without requests."""
     return _init_state(
         models,
@@ -83,12 +83,14 @@ def empty_device(models: Models, config: EngineConfig, rows: int = 1) -> EngineS
         page_size=config.page_size,
         max_model_len=config.max_model_len,
         checkpoints=config.kept_states,
+        processors=processors,
     )
 
 
 # One program in place of one for each shape.
 _init_state = jax.jit(
-    init_state, static_argnames=("rows", "slots", "num_pages", "page_size", "max_model_len", "checkpoints")
+    init_state,
+    static_argnames=("rows", "slots", "num_pages", "page_size", "max_model_len", "checkpoints", "processors"),
 )
 
 

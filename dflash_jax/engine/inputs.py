@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from dflash_jax.engine.plan import Chunk, Decode, Opening, Plan
+from dflash_jax.engine.plan import Chunk, Decode, Opening, Plan, needs_processors
+from dflash_jax.engine.processors import Processors, Room, processor_entries
 from dflash_jax.engine.request import MAX_STOP_TOKENS
 from dflash_jax.engine.state import Slots
 from dflash_jax.sampling import Sampler, device_temperature
@@ -28,6 +29,9 @@ class PrefillInputs(struct.PyTreeNode):
       loads: the checkpoint that the recurrent state of a slot that is opened begins with; -1 for zeros.
       saves: the checkpoint that keeps the recurrent state at the chunk's end; -1 for none.
       following: the prompt's token after each of the chunk's, where their log-probabilities are wanted.
+      processed: rows whose requests need logits processors; None where none does.
+      processors: entries of the slots that are opened, one a row; None likewise.
+      masks: what the rows' grammars allow next; None where no row has one.
     """
 
     idx_mapping: Int[Array, " rows"]
@@ -40,6 +44,9 @@ class PrefillInputs(struct.PyTreeNode):
     loads: Int[Array, " rows"]
     saves: Int[Array, " rows"]
     following: Int[Array, "rows chunk"] | None = None
+    processed: Bool[Array, " rows"] | None = None
+    processors: Processors | None = None
+    masks: UInt32[Array, "rows 1 words"] | None = None
 
 
 class DecodeInputs(struct.PyTreeNode):
@@ -50,21 +57,26 @@ class DecodeInputs(struct.PyTreeNode):
       first_page: logical number of a row's first new page.
       new_pages: physical pages that its slot is given, padded with -1.
       chance: that drafted tokens are kept; see `steps.run_round`.
+      processed: rows whose requests need logits processors; None where none does.
     """
 
     idx_mapping: Int[Array, " rows"]
     first_page: Int[Array, " rows"]
     new_pages: Int[Array, "rows new_pages"]
     chance: Float[Array, "drafts bins"] | None = None
+    processed: Bool[Array, " rows"] | None = None
 
 
-def prefill_inputs(chunks: tuple[Chunk | None, ...], width: int, slot_pages: int) -> PrefillInputs:
+def prefill_inputs(
+    chunks: tuple[Chunk | None, ...], width: int, slot_pages: int, room: Room | None = None
+) -> PrefillInputs:
     """The arrays of a plan's chunks.
 
     Args:
       chunks: one a row, None for an empty row.
       width: tokens to pad to.
       slot_pages: width of the block table.
+      room: of logits processors; needed where some row's request needs any.
     """
     rows = len(chunks)
     following = np.full((rows, width), -1, np.int32)
@@ -88,6 +100,8 @@ def prefill_inputs(chunks: tuple[Chunk | None, ...], width: int, slot_pages: int
         loads=_indices([None if opening is None else opening.load for opening in openings]),
         saves=_indices([None if chunk is None else chunk.save for chunk in chunks]),
         following=following if any(chunk is not None and chunk.following for chunk in chunks) else None,
+        processed=_processed(chunks),
+        processors=None if room is None else _processor_entries(openings, room),
     )
     return PrefillInputs(**fields)
 
@@ -101,6 +115,7 @@ def decode_inputs(plan: Plan) -> DecodeInputs:
             first[row] = decode.first_page
             pages[row, : len(decode.new_pages)] = decode.new_pages
     fields: dict[str, Any] = dict(idx_mapping=_mapping(decodes), first_page=first, new_pages=pages, chance=plan.chance)
+    fields["processed"] = _processed(decodes)
     return DecodeInputs(**fields)
 
 
@@ -147,6 +162,17 @@ def slot_entries(openings: list[Opening | None], slot_pages: int) -> Slots:
         entries.speculating[row] = opening.speculating
         entries.draft_limit[row] = opening.draft_limit
     return entries
+
+
+def _processed(rows: tuple[Chunk | Decode | None, ...]) -> np.ndarray | None:
+    if not needs_processors(rows):
+        return None
+    return np.array([row is not None and row.processed for row in rows])
+
+
+def _processor_entries(openings: list[Opening | None], room: Room) -> Processors:
+    opened = [None if each is None or not each.tokens else (each.request, each.tokens) for each in openings]
+    return processor_entries(opened, room)
 
 
 def _indices(indices: list[int | None]) -> np.ndarray:

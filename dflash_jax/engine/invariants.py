@@ -26,6 +26,7 @@ class Violation(enum.IntEnum):
     position_monotone = 4
     finite_logits = 5
     recurrent_continuity = 6
+    token_allowed = 7
 
 
 MEANING = {
@@ -35,6 +36,7 @@ MEANING = {
     Violation.position_monotone: "a slot's position only grows, by what was committed",
     Violation.recurrent_continuity: "a slot's recurrent state has taken in each token before its position, no other",
     Violation.finite_logits: "the target's logits are finite numbers",
+    Violation.token_allowed: "a request's sampling parameters allow at least one token at each position",
 }
 
 

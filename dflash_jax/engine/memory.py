@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from dflash_jax.engine.config import EngineConfig
-from dflash_jax.engine.state import Models, init_pages, init_state
+from dflash_jax.engine.state import EngineState, Models, init_pages, init_state
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.config import DraftConfig, TargetConfig, TransformerConfig
 from dflash_jax.models.recurrent import init_recurrent
@@ -32,11 +32,13 @@ class Sizes:
       page: a page of the target and, if there is one, of the draft.
       slot: a slot's entry, its recurrent state included.
       checkpoint: a recurrent state kept for a prefix, with its length; 0 for a target without such states.
+      processors: what logits processors keep for a slot; taken for all slots once a request needs any.
     """
 
     page: int
     slot: int
     checkpoint: int
+    processors: int
 
 
 def sizes_of(engine: EngineConfig, *configs: TransformerConfig) -> Sizes:
@@ -45,17 +47,25 @@ def sizes_of(engine: EngineConfig, *configs: TransformerConfig) -> Sizes:
     page = sum(bytes_of(lambda of=of: init_pages(of, 1, engine.page_size, dtype)) for of in configs)
     target = configs[0]
 
-    def slots() -> Any:
+    def state() -> EngineState:
         # Only the sizes matter, and no slot's entry depends on the weights.
         nothing = jnp.zeros((1, 1), dtype)
         models = Models(TargetParams(embedding=nothing, layers=(), norm=nothing[0]), _as_target(target))
-        state = init_state(
-            models, rows=1, slots=1, num_pages=1, page_size=engine.page_size, max_model_len=engine.max_model_len
+        return init_state(
+            models,
+            rows=1,
+            slots=1,
+            num_pages=1,
+            page_size=engine.page_size,
+            max_model_len=engine.max_model_len,
+            processors=True,
         )
-        return state.slots, state.recurrent
+
+    def slots() -> Any:
+        return state().slots, state().recurrent
 
     checkpoint = bytes_of(lambda: init_recurrent(_as_target(target), 1, dtype))
-    return Sizes(page, bytes_of(slots), checkpoint + 4 if checkpoint else 0)
+    return Sizes(page, bytes_of(slots), checkpoint + 4 if checkpoint else 0, bytes_of(lambda: state().processors))
 
 
 def divide(engine: EngineConfig, target: TargetConfig, draft: DraftConfig | None) -> EngineConfig:

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from dflash_jax.engine.admit import admit
 from dflash_jax.engine.checkpoints import take
 from dflash_jax.engine.costs import context_of
+from dflash_jax.engine.grammars import Constraint
 from dflash_jax.engine.host import HostState, Policy, preempt, speculates
 from dflash_jax.engine.pages import (
     allocate,
@@ -45,6 +46,7 @@ class Opening:
       speculating: it is drafted for.
       draft_limit: context tokens past which it no longer drafts.
       load: the checkpoint that its recurrent state begins with; None for zeros.
+      tokens: all tokens it has, if logits processors look at them.
     """
 
     request: Request
@@ -54,6 +56,7 @@ class Opening:
     speculating: bool
     draft_limit: int
     load: int | None = None
+    tokens: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +74,8 @@ class Chunk:
         reports no log-probabilities.
       following: the prompt's token after each of the piece's, where their log-probabilities are to be reported.
       prompt_logprobs: how many of the most likely tokens to report with each of those.
+      processed: the request needs logits processors.
+      constraint: its structured output; only where the piece decides a token.
     """
 
     id: str
@@ -83,6 +88,8 @@ class Chunk:
     logprobs: int | None = None
     following: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
+    processed: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +101,8 @@ class Decode:
       first_page: logical number of the first of `new_pages`.
       new_pages: pages it was given for what the rounds may commit.
       logprobs: how many of the most likely tokens to report with each token; None reports no log-probabilities.
+      processed: the request needs logits processors.
+      constraint: its structured output.
     """
 
     id: str
@@ -101,6 +110,8 @@ class Decode:
     first_page: int = 0
     new_pages: tuple[int, ...] = ()
     logprobs: int | None = None
+    processed: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,16 +174,29 @@ def make_plan(host: HostState) -> tuple[HostState, Plan]:
 def reserve(host: HostState, *, rounds: int) -> tuple[HostState, Plan]:
     """Pages for what rounds may commit, and the plan to run that many for every decoding request.
 
-    When pages run out, the newest requests make room.
+    When pages run out, the newest requests make room. With a request of structured output the plan is for one round:
+    what its grammar allows next is known only after it.
     """
     policy = host.policy
+    if any(sequence.decoding and _constraint(sequence) is not None for sequence in host.running):
+        rounds = 1
     host, new_pages = _take_pages(host, rounds * (1 + policy.k))
     decoding = [sequence for sequence in host.running if sequence.decoding]
     decodes = []
     for sequence in decoding:
         pages = new_pages.get(sequence.id, ())
-        first, logprobs = len(sequence.pages) - len(pages), sequence.request.sampling.logprobs
-        decodes.append(Decode(sequence.id, _slot(sequence), first, pages, logprobs))
+        first, request = len(sequence.pages) - len(pages), sequence.request
+        decodes.append(
+            Decode(
+                sequence.id,
+                _slot(sequence),
+                first,
+                pages,
+                logprobs=request.sampling.logprobs,
+                processed=request.is_processed,
+                constraint=_constraint(sequence),
+            )
+        )
     most = max((len(pages) for pages in new_pages.values()), default=0)
     plan = Plan(
         decodes=_padded(decodes, policy.max_slots),
@@ -268,6 +292,8 @@ def take_chunks(host: HostState) -> tuple[HostState, list[Chunk], int]:
                 logprobs=sequence.request.sampling.logprobs if last and not sequence.output else None,
                 following=following,
                 prompt_logprobs=sequence.request.sampling.prompt_logprobs if following else None,
+                processed=sequence.request.is_processed,
+                constraint=None if stop < sequence.to_run or sequence.output else _constraint(sequence),
             )
         )
         opened = dataclasses.replace(sequence, opened=True)
@@ -300,7 +326,28 @@ def _opening(policy: Policy, sequence: Sequence) -> Opening:
         speculating=speculates(policy, sequence),
         draft_limit=policy.draft_limit,
         load=sequence.load,
+        tokens=_all_tokens(sequence) if sequence.request.is_processed else (),
     )
+
+
+def _all_tokens(sequence: Sequence) -> tuple[int, ...]:
+    return sequence.tokens(0, len(sequence.request.prompt) + len(sequence.output))
+
+
+def _constraint(sequence: Sequence) -> Constraint | None:
+    request = sequence.request
+    return None if request.sampling.structured_outputs is None else Constraint(request, sequence.output)
+
+
+def constraints_of(rows: Sequenced[Chunk | Decode | None]) -> list[Constraint | None] | None:
+    """The rows' structured outputs; None where no row has any."""
+    found = [None if row is None else row.constraint for row in rows]
+    return found if any(each is not None for each in found) else None
+
+
+def needs_processors(rows: Sequenced[Chunk | Decode | None]) -> bool:
+    """Whether some row's request needs logits processors, for which there is a program of its own."""
+    return any(row is not None and row.processed for row in rows)
 
 
 def _padded(rows: list, max_slots: int) -> tuple:

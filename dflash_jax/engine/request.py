@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.engine.logprob_records import MAX_LOGPROBS
+from dflash_jax.engine.parameters import (
+    PROCESSED,
+    check_allowed_token_ids,
+    check_bad_words,
+    check_logit_bias,
+    check_min_tokens,
+    check_penalty,
+    check_repetition_penalty,
+    check_structured_outputs,
+    require,
+)
+from dflash_jax.engine.parameters import is_int as _is_int
+from dflash_jax.engine.parameters import is_real as _is_real
 from dflash_jax.errors import RequestError, cut, quote
 from dflash_jax.settings import suggest
 
@@ -46,6 +59,20 @@ class SamplingParams:
       prompt_logprobs: the same for the tokens of the prompt. Such a prompt is run whole: cached pages hold no logits.
       skip_special_tokens: leave special tokens out of the text.
       include_stop_str_in_output: let the text end with the stop string that ended it.
+      repetition_penalty: divides the positive logits of tokens that are in the prompt or the output, and multiplies
+        the negative ones; 1 does nothing.
+      presence_penalty: subtracted from the logits of tokens that are in the output; from -2 to 2.
+      frequency_penalty: subtracted once for each time that a token is in the output; from -2 to 2.
+      logit_bias: what is added to the logits of some tokens, from -100 to 100: a mapping, kept as pairs.
+      allowed_token_ids: the only tokens that may be said; None for all.
+      bad_words: strings that must not be said: the tokens of each, with and without a space before it, never follow
+        each other in the output.
+      min_tokens: neither a token nor a stop string ends the output before it has this many tokens.
+      structured_outputs: what the text must be: {"json": schema}, {"regex": text} or {"choice": [texts]}; kept as a
+        pair. Once it is complete the request ends.
+
+    What a request samples from is the target's distribution after `logit_bias`, the penalties, what is forbidden, and
+    then temperature, top-k, top-p and min-p.
 
     Raises:
       RequestError: a value is outside its range.
@@ -66,6 +93,14 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = 0
+    structured_outputs: Mapping[str, Any] | tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -101,10 +136,23 @@ class SamplingParams:
             )
         for name in ("ignore_eos", "speculation", "skip_special_tokens", "include_stop_str_in_output"):
             self._require(name, isinstance(getattr(self, name), bool), "true or false")
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+        check_min_tokens("min_tokens", self.min_tokens, self.max_tokens)
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
-        if not holds:
-            raise RequestError(f"sampling.{name} is {quote(getattr(self, name))}; it must be {wanted}")
+        require(name, getattr(self, name), holds, wanted)
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as pairs of a token and what is added, in order of token."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    @property
+    def is_processed(self) -> bool:
+        """Whether it needs logits processors."""
+        return any(getattr(self, name) != _DEFAULTS[name] for name in PROCESSED)
 
     def override(self, values: Mapping[str, Any]) -> SamplingParams:
         """These parameters with some replaced. None stands for a parameter that is not given.
@@ -131,18 +179,17 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "dtype") and hasattr(value, "tolist") else value
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_CHECKS = {
+    "repetition_penalty": check_repetition_penalty,
+    "presence_penalty": check_penalty,
+    "frequency_penalty": check_penalty,
+    "logit_bias": check_logit_bias,
+    "allowed_token_ids": check_allowed_token_ids,
+    "bad_words": check_bad_words,
+    "structured_outputs": check_structured_outputs,
+}
 
-
-def _is_real(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        # An integer of hundreds of digits.
-        return False
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +202,7 @@ class Request:
       sampling: how to answer.
       stop_tokens: all token ids that end it, the model's own and those of stop strings included.
       limit: tokens it may produce: `max_tokens`, or what the model length leaves.
+      bad_words: the token sequences of the sampling's `bad_words`.
     """
 
     id: str
@@ -162,6 +210,7 @@ class Request:
     sampling: SamplingParams
     stop_tokens: tuple[int, ...]
     limit: int
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.stop_tokens) > MAX_STOP_TOKENS:
@@ -169,6 +218,11 @@ class Request:
                 f"request {self.id!r} has {len(self.stop_tokens)} stop token ids, the model's own and special tokens "
                 f"among its stop strings included; at most {MAX_STOP_TOKENS} are supported"
             )
+
+    @functools.cached_property
+    def is_processed(self) -> bool:
+        """Whether it needs logits processors; see `engine.processors`."""
+        return self.sampling.is_processed
 
     @property
     def longest(self) -> int:

@@ -8,22 +8,25 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dflash_jax.engine.absorb import absorb
 from dflash_jax.engine.device import compiler_options
+from dflash_jax.engine.grammars import Constraint, Grammars
 from dflash_jax.engine.host import HostState
 from dflash_jax.engine.identity import ModelIdentity, ModelsIdentity, identify
 from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs, decode_inputs, prefill_inputs
 from dflash_jax.engine.logprob_records import size_for
 from dflash_jax.engine.output import Update
-from dflash_jax.engine.plan import Chunk, Decode, Plan, make_plan
+from dflash_jax.engine.plan import Chunk, Decode, Plan, constraints_of, make_plan, needs_processors
 from dflash_jax.engine.readback import receive, send
 from dflash_jax.engine.reader import NO_TEXT, Reader
 from dflash_jax.engine.slots import give_pages, open_slots, save_checkpoints
-from dflash_jax.engine.state import EngineState, Models, Rows, mark_donated
-from dflash_jax.engine.steps import Report, prefill, run_rounds
+from dflash_jax.engine.state import EngineState, Models, Rows, mark_donated, room_of, with_processors
+from dflash_jax.engine.steps import Report, prefill, propose, run_round, run_rounds
 from dflash_jax.kernels.dispatch import Implementation
+from dflash_jax.models.drafters import Proposal, without_damage
 from dflash_jax.programs import Bound, Program, prepare
 
 
@@ -72,7 +75,8 @@ def step(
 class Runner:
     """Runs plans: one dispatch for a plan's chunks, one for its rounds.
 
-    Compiled once for each number of rows, width of chunks, and number of drafted and of verified tokens.
+    Compiled once for each number of rows, width of chunks, and number of drafted and of verified tokens; and once
+    more for each of these with logits processors.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Runner:
         donate: bool = False,
         implementation: Implementation | None = None,
         target: ModelIdentity | None = None,
+        grammars: Grammars | None = None,
     ):
         """Makes a runner.
 
@@ -90,11 +95,13 @@ class Runner:
           donate: reuse the memory of the state that is run, which is then gone.
           implementation: of the kernels; see `kernels.dispatch`.
           target: the target's identity, if it is known.
+          grammars: of requests with structured output.
         """
         self.models = models
         self.donate = donate
         self.implementation: Implementation | None = implementation
         self._target = target
+        self.grammars = grammars
         self._run_before: set[tuple[int | None, ...]] = set()
 
     @functools.cached_property
@@ -110,9 +117,13 @@ class Runner:
         """
         before, prefilled, decoded, begin = device, None, None, time.perf_counter()
         if plan.chunks:
-            device, prefilled = self._prefill(device, plan)()
+            after, prefilled = self._prefill(device, plan)()
+            device = _with_kept_processors(after, device)
         if plan.decodes:
-            device, decoded = self._decode(device, plan)()
+            constraints = constraints_of(plan.decodes)
+            run = self._decode(device, plan) if constraints is None else self._follow(device, plan, constraints)
+            after, decoded = run()
+            device = _with_kept_processors(after, device)
         if self.donate and device is not before:
             mark_donated(before)
         chunks = None if prefilled is None else receive(prefilled, 0)
@@ -124,7 +135,9 @@ class Runner:
         program = (len(plan.decodes), plan.table_width, plan.drafts, plan.tokens, plan.rounds, _logprobs(plan.decodes))
         known = program in self._run_before
         self._run_before.add(program)
-        return time.perf_counter() - begin if known and not plan.chunks else None
+        changed = needs_processors(plan.decodes) or constraints_of(plan.decodes) is not None
+        alone = not plan.chunks and not changed
+        return time.perf_counter() - begin if known and alone else None
 
     def prepare(self, device: EngineState, plans: Sequence[Plan]) -> None:
         """Compiles, several programs at once, what plans of these shapes need; what is compiled is let be."""
@@ -133,10 +146,15 @@ class Runner:
         prepare(wanted)
 
     def _prefill(self, device: EngineState, plan: Plan) -> Bound:
-        inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1])
+        room = room_of(self.models, device) if needs_processors(plan.chunks) else None
+        inputs = prefill_inputs(plan.chunks, plan.chunk_width, device.slots.block_table.shape[1], room)
+        constraints = constraints_of(plan.chunks)
+        if constraints is not None:
+            assert self.grammars is not None, "a request has structured output, and the runner no grammars"
+            inputs = inputs.replace(masks=self.grammars.first_masks(constraints))
         return Bound(
             _prefill_program(self.donate),
-            (self.models, _with_rows(device, plan.chunks), inputs),
+            (self.models, _with_rows(self._with_processors(device, plan.chunks), plan.chunks), inputs),
             {
                 "logprobs": _logprobs(plan.chunks),
                 "prompt_logprobs": size_for(None if chunk is None else chunk.prompt_logprobs for chunk in plan.chunks),
@@ -145,12 +163,42 @@ class Runner:
         )
 
     def _decode(self, device: EngineState, plan: Plan) -> Bound:
+        device = self._with_processors(device, plan.decodes)
         settings = {name: getattr(plan, name) for name in ("drafts", "width", "tokens", "rounds")}
         return Bound(
             _decode_program(self.donate),
             (self.models, _with_rows(device, plan.decodes), decode_inputs(plan)),
             {**settings, "logprobs": _logprobs(plan.decodes), "implementation": self.implementation},
         )
+
+    def _follow(self, device: EngineState, plan: Plan, constraints: list[Constraint | None]) -> Bound:
+        """A round in two dispatches: between them the host follows the drafted blocks in the rows' grammars."""
+        assert self.grammars is not None, "a request has structured output, and the runner no grammars"
+        assert plan.rounds == 1, "what a grammar allows next is known only after each round"
+        decode, block = self._decode(device, plan), None
+        models, state, inputs = decode.args
+        if plan.drafts:
+            settings = {"drafts": plan.drafts, "implementation": self.implementation}
+            block = jax.device_get(_propose_program()(models, state, inputs, **settings))
+        width = min(plan.width, plan.drafts)
+        block, masks = self.grammars.follow(constraints, block, width)
+        settings = {name: value for name, value in decode.static.items() if name != "rounds"}
+        return Bound(_follow_program(self.donate), (models, state, inputs, block, masks), settings)
+
+    def _with_processors(self, device: EngineState, rows: tuple) -> EngineState:
+        """The state with logits processors if some row needs them, and else without any, whoever had some before.
+
+        Programs without them are then the same whether or not there ever was such a request.
+        """
+        return with_processors(self.models, device) if needs_processors(rows) else device.replace(processors=None)
+
+
+def _with_kept_processors(after: EngineState, before: EngineState) -> EngineState:
+    """The state after a program, with the processors of the state before it if the program had none."""
+    if after.processors is not None or before.processors is None:
+        return after
+    # Nodes of their own: those of the state before may be marked as donated.
+    return after.replace(processors=jax.tree.map(lambda leaf: leaf, before.processors))
 
 
 def place_rounds(device: EngineState, plan: Plan) -> EngineState:
@@ -182,6 +230,7 @@ def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, **set
         inputs.last,
         inputs.known_next,
         inputs.following,
+        masks=inputs.masks,
         **settings,
     )
     return save_checkpoints(state, inputs.saves), send(report)
@@ -190,6 +239,35 @@ def _run_chunks(models: Models, state: EngineState, inputs: PrefillInputs, **set
 def _run_decodes(models: Models, state: EngineState, inputs: DecodeInputs, **settings):
     state, report = run_rounds(models, give_pages(state, inputs), inputs.chance, **settings)
     return state, send(report)
+
+
+def _propose(models: Models, state: EngineState, inputs: DecodeInputs, **settings) -> Proposal:
+    state = give_pages(state, inputs)
+    block = propose(models, state, **settings)
+    mended, _ = without_damage(block, models.target_config.vocab_size)
+    # q stays as it was, so that the round still sees the damage.
+    return mended.replace(probs=block.probs)
+
+
+def _run_followed(models: Models, state: EngineState, inputs: DecodeInputs, block: Proposal | None, masks, **settings):
+    state = give_pages(state, inputs)
+    state, report = run_round(models, state, inputs.chance, block=block, masks=masks, **settings)
+    return state, send(jax.tree.map(lambda leaf: leaf[None], report))
+
+
+@functools.cache
+def _propose_program() -> Program:
+    return Program(_propose, static=("drafts", "implementation"), compiler_options=compiler_options())
+
+
+@functools.cache
+def _follow_program(donate: bool) -> Program:
+    return Program(
+        _run_followed,
+        static=("drafts", "width", "tokens", "logprobs", "implementation"),
+        donate=("state",) if donate else (),
+        compiler_options=compiler_options(),
+    )
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from dflash_jax.engine.inputs import DecodeInputs, PrefillInputs
 from dflash_jax.engine.state import Checkpoints, EngineState, Rows
@@ -20,6 +20,12 @@ def open_slots(state: EngineState, inputs: PrefillInputs) -> EngineState:
     slot = jnp.where(inputs.opens & (inputs.idx_mapping >= 0), inputs.idx_mapping, num_slots)
     slots = jax.tree.map(lambda all_, new: all_.at[slot].set(new, mode="drop"), state.slots, inputs.entries)
     state = state.replace(rows=Rows(jnp.asarray(inputs.idx_mapping)), slots=slots)
+    if state.processors is not None and inputs.processors is not None:
+        opened = jax.tree.map(
+            lambda all_, new: all_.at[slot].set(new, mode="drop"), state.processors, inputs.processors
+        )
+        state = state.replace(processors=opened)
+    state = _activate_processors(state, inputs.processed)
     if state.recurrent is None:
         return state
     return _begin_recurrent(state, slot, inputs.loads)
@@ -67,4 +73,15 @@ def give_pages(state: EngineState, inputs: DecodeInputs) -> EngineState:
     slot = jnp.where((idx_mapping >= 0) & (pages >= 0), idx_mapping, table.shape[0])
     logical = inputs.first_page[:, None] + jnp.arange(pages.shape[1])
     slots = state.slots.replace(block_table=table.at[slot, logical].set(pages, mode="drop"))
-    return state.replace(rows=Rows(jnp.asarray(inputs.idx_mapping)), slots=slots)
+    state = state.replace(rows=Rows(jnp.asarray(inputs.idx_mapping)), slots=slots)
+    return _activate_processors(state, inputs.processed)
+
+
+def _activate_processors(state: EngineState, processed: Bool[Array, " rows"] | None) -> EngineState:
+    """The state in which logits processors act on the rows that need them, and on no other slot."""
+    if state.processors is None:
+        return state
+    none = jnp.zeros_like(state.processors.active)
+    slot = jnp.where(state.rows.idx_mapping >= 0, state.rows.idx_mapping, none.shape[0])
+    active = none if processed is None else none.at[slot].set(jnp.asarray(processed), mode="drop")
+    return state.replace(processors=state.processors.replace(active=active))

@@ -54,6 +54,11 @@ class HostSnapshot:
         """Rows of the device state's last batch."""
         return self.shape_of[".rows.idx_mapping"][0]
 
+    @property
+    def has_processors(self) -> bool:
+        """Whether the device state has logits processors."""
+        return any(name.startswith(".processors") for name in self.shape_of)
+
 
 def shapes(state: EngineState) -> dict[str, list[int]]:
     """Shape of each leaf, by name."""
@@ -270,6 +275,7 @@ def _sequence_from_json(values: dict[str, Any]) -> Sequence:
                 sampling=SamplingParams(**sampling),
                 stop_tokens=tuple(request["stop_tokens"]),
                 limit=request["limit"],
+                bad_words=tuple(map(tuple, request.get("bad_words", ()))),
             ),
         }
     )

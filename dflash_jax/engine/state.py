@@ -15,6 +15,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int, PyTree
 
 from dflash_jax.engine import display
+from dflash_jax.engine.processors import Processors, Room, empty_processors
 from dflash_jax.engine.request import MAX_STOP_TOKENS
 from dflash_jax.errors import StateError
 from dflash_jax.kernels.context import Context, KeyValues
@@ -112,6 +113,7 @@ class EngineState(struct.PyTreeNode):
       draft_pages: of the draft's context; physical page n holds the same tokens as the target's.
       recurrent: the slots' recurrent states, of a hybrid target.
       checkpoints: states kept at the ends of pages, of a hybrid target.
+      processors: what the requests' logits processors keep, once there was a request with any.
     """
 
     rows: Rows
@@ -120,6 +122,7 @@ class EngineState(struct.PyTreeNode):
     draft_pages: KeyValues | None
     recurrent: Recurrent | None = None
     checkpoints: Checkpoints | None = None
+    processors: Processors | None = None
 
     def __repr__(self) -> str:
         return display.state_text(self)
@@ -191,6 +194,7 @@ def init_state(
     page_size: int,
     max_model_len: int,
     checkpoints: int = 0,
+    processors: bool = False,
 ) -> EngineState:
     """A state with no requests in it.
 
@@ -201,6 +205,7 @@ def init_state(
       num_pages, page_size: the page pool, shared by target and draft.
       max_model_len: longest prompt and output of a request together, in tokens.
       checkpoints: states that can be kept at the ends of pages; only for hybrid targets.
+      processors: make room for logits processors.
     """
 
     # Every leaf gets a buffer of its own: the state is donated, and a buffer can be donated only once.
@@ -238,7 +243,29 @@ def init_state(
         draft_pages=draft_pages,
         recurrent=init_recurrent(models.target_config, slots, dtype),
         checkpoints=_init_checkpoints(models.target_config, checkpoints, dtype),
+        processors=_init_processors(
+            slots, Room(-(-max_model_len // page_size) * page_size, models.target_config.vocab_size)
+        )
+        if processors
+        else None,
     )
+
+
+def room_of(models: Models, state: EngineState) -> Room:
+    """What the sizes of logits processors follow from."""
+    return Room(state.slots.block_table.shape[1] * state.target_pages.k.shape[2], models.target_config.vocab_size)
+
+
+def with_processors(models: Models, state: EngineState) -> EngineState:
+    """The state with room for logits processors, if it has none yet."""
+    if state.processors is not None:
+        return state
+    return state.replace(processors=_init_processors(state.slots.position.shape[0], room_of(models, state)))
+
+
+def _init_processors(slots: int, room: Room) -> Processors:
+    # Arrays of their own: the state is donated, and a buffer can be donated only once.
+    return jax.tree.map(jnp.array, empty_processors(slots, room))
 
 
 def _init_checkpoints(config: TargetConfig, count: int, dtype: jnp.dtype) -> Checkpoints | None:

@@ -12,19 +12,22 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.engine import logprobs as scores
-from dflash_jax.engine.invariants import Violation, violations
+from dflash_jax.engine.invariants import violations
+from dflash_jax.engine.processors import UNKNOWN, Process, processing, record_tokens
 from dflash_jax.engine.prospects import bins_of, hand_out, survival
 from dflash_jax.engine.state import EngineState, Models, Slots
-from dflash_jax.engine.verification import verify_hidden
+from dflash_jax.engine.verification import undecided, verify_hidden
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.kernels.packing import Packing, pack, packing_of
 from dflash_jax.models.drafters import Proposal, drafter_of, without_damage
+from dflash_jax.models.lm_head import LmHead, target_head
 from dflash_jax.models.recurrent import commit
 from dflash_jax.models.target import Extension, extend
 from dflash_jax.sampling import Logprobs, Sampler
+from dflash_jax.sampling.masks import unpack_mask
 
 
 class Report(struct.PyTreeNode):
@@ -72,6 +75,7 @@ def prefill(
     *,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    masks: UInt32[Array, "rows 1 words"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[EngineState, Report]:
     """Runs the next chunk of each row's prompt.
@@ -86,6 +90,7 @@ def prefill(
       following: the token after each of the chunks', where `prompt_logprobs` are wanted.
       logprobs: report the anchor's log-probability and those of so many of the most likely tokens; None reports none.
       prompt_logprobs: the same of the tokens in `following`.
+      masks: the tokens that each row may sample; all by default.
       implementation: of the kernels; see `kernels.dispatch`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
@@ -101,19 +106,21 @@ def prefill(
     final = jnp.take_along_axis(extension.hidden, jnp.maximum(q_len - 1, 0)[:, None, None], axis=1)
     none = _no_proposal(idx_mapping.shape[0])
     logits = scores.written_logits(models, final, logprobs, implementation)
+    length = slots.position[slot] + q_len
     verdict = verify_hidden(
         models,
         final,
         none,
         jnp.zeros_like(q_len),
         sampler,
-        slots.position[slot] + q_len - 1,
+        length - 1,
         implementation,
+        process=_process(state, slot, length, none.tokens, masks),
         written=logits,
     )
     ends = live & last
     sampled = ends & (known_next < 0)
-    violation = jnp.where(sampled & ~verdict.finite, int(Violation.finite_logits), violation)
+    violation = jnp.where(sampled & (violation == 0), undecided(verdict), violation)
     live, ends, sampled = (rows & (violation == 0) for rows in (live, ends, sampled))
     anchor = jnp.where(known_next < 0, verdict.next_token, known_next)
     produced, stopped = _cut(slots, slot, anchor[:, None], sampled.astype(jnp.int32))
@@ -126,6 +133,7 @@ def prefill(
     state = _update(state, jnp.where(ends, idx_mapping, -1), anchor=anchor, decoding=ends, finished=finished)
     state = _update(state, jnp.where(sampled, idx_mapping, -1), tokens_left=slots.tokens_left[slot] - produced)
     state = _update(state, jnp.where(violation > 0, idx_mapping, -1), violation=violation)
+    state = _record(state, jnp.where(sampled, idx_mapping, -1), length, anchor[:, None], produced)
     return state, Report(
         tokens=anchor[:, None],
         produced=produced,
@@ -152,6 +160,8 @@ def run_round(
     width: int | None = None,
     tokens: int | None = None,
     logprobs: int | None = None,
+    block: Proposal | None = None,
+    masks: UInt32[Array, "rows positions words"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[EngineState, Report]:
     """Propose, verify, accept, commit, for every decoding slot among the rows.
@@ -167,24 +177,21 @@ def run_round(
       tokens: how many tokens the target runs, anchors included: at least as many as rows. The drafted ones among them
         are those that are most likely to be kept. None runs rows x (1 + width).
       logprobs: report each token's log-probability and those of so many of the most likely tokens; None reports none.
+      block: what `propose` returned, or what became of it; by default it is proposed here.
+      masks: the tokens that may be sampled after the anchor and after each drafted token; all by default.
       implementation: of the kernels; see `kernels.dispatch`.
     """
     idx_mapping, slots = state.rows.idx_mapping, state.slots
+    live, speculating, violation = _who(state, drafts)
     slot = jnp.maximum(idx_mapping, 0)
-    live = (idx_mapping >= 0) & slots.decoding[slot] & ~slots.finished[slot] & (slots.violation[slot] == 0)
-    # Who speculates keeps up the context it drafts from, in rounds without a draft as well.
-    speculating = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot])
-    most = jnp.minimum(jnp.where(speculating, 1 + drafts, 1), slots.tokens_left[slot])
-    violation = violations(state, jnp.where(live, idx_mapping, -1), speculating, most)
-    live &= violation == 0
-    speculating &= live
     drafting = speculating & (drafts > 0)
     width = drafts if width is None else min(width, drafts)
     sampler = _sampler_of(slots, slot, live)
     position, anchor = slots.position[slot], slots.anchor[slot]
 
     with jax.named_scope("propose"):
-        block = _propose(models, state, jnp.where(drafting, idx_mapping, -1), sampler, drafts, implementation)
+        if block is None:
+            block = _propose(models, state, jnp.where(drafting, idx_mapping, -1), sampler, drafts, implementation)
         block, damaged = without_damage(block, models.target_config.vocab_size)
         bins = bins_of(jnp.zeros(block.tokens.shape) if block.margin is None else block.margin)
     with jax.named_scope("verify"):
@@ -212,9 +219,10 @@ def run_round(
             implementation,
             packing=packing,
             written=logits,
+            process=_process(state, slot, position + 1, proposal.tokens, masks),
         )
-        violation = jnp.where(live & ~verdict.finite, int(Violation.finite_logits), violation)
-        live, speculating = live & verdict.finite, speculating & verdict.finite
+        violation = jnp.where(live, undecided(verdict), violation)
+        live, speculating = live & (violation == 0), speculating & (violation == 0)
         offsets = jnp.arange(1 + width)
         accepted, next_token = verdict.accepted[:, None], verdict.next_token[:, None]
         drafted = jnp.pad(proposal.tokens, ((0, 0), (0, 1)))
@@ -235,6 +243,7 @@ def run_round(
             speculating=speculating,
         )
         state = _update(state, jnp.where(violation > 0, idx_mapping, -1), violation=violation)
+        state = _record(state, rows, position + 1, kept, produced)
     return state, Report(
         tokens=kept,
         produced=produced,
@@ -249,6 +258,31 @@ def run_round(
         violation=violation,
         logprobs=scores.block_logprobs(logits, kept, logprobs, packing=packing),
     )
+
+
+def propose(
+    models: Models, state: EngineState, *, drafts: int, implementation: Implementation | None = None
+) -> Proposal:
+    """What a round would draft, for every slot among the rows that drafts; see `run_round`."""
+    live, speculating, _ = _who(state, drafts)
+    idx_mapping = state.rows.idx_mapping
+    sampler = _sampler_of(state.slots, jnp.maximum(idx_mapping, 0), live)
+    rows = jnp.where(speculating & (drafts > 0), idx_mapping, -1)
+    return _propose(models, state, rows, sampler, drafts, implementation)
+
+
+def _who(state: EngineState, drafts: int) -> tuple[Bool[Array, " rows"], Bool[Array, " rows"], Int[Array, " rows"]]:
+    """The rows that a round acts on, those of them that speculate, and what keeps others from it."""
+    idx_mapping, slots = state.rows.idx_mapping, state.slots
+    slot = jnp.maximum(idx_mapping, 0)
+    live = (idx_mapping >= 0) & slots.decoding[slot] & ~slots.finished[slot] & (slots.violation[slot] == 0)
+    # Who speculates keeps up the context it drafts from, in rounds without a draft as well.
+    speculating = live & slots.speculating[slot] & (slots.position[slot] <= slots.draft_limit[slot])
+    most = jnp.minimum(jnp.where(speculating, 1 + drafts, 1), slots.tokens_left[slot])
+    violation = violations(state, jnp.where(live, idx_mapping, -1), speculating, most)
+    live &= violation == 0
+    speculating &= live
+    return live, speculating, violation
 
 
 def run_rounds(
@@ -315,7 +349,13 @@ def _propose(models: Models, state: EngineState, idx_mapping, sampler: Sampler, 
         return _no_proposal(idx_mapping.shape[0])
     assert models.draft is not None and models.draft_config is not None
     context = state.draft_context(idx_mapping)
-    anchor = state.slots.anchor[jnp.maximum(idx_mapping, 0)]
+    slot = jnp.maximum(idx_mapping, 0)
+    anchor, shortlist = state.slots.anchor[slot], models.shortlist
+    unknown = jnp.full((slot.shape[0], drafts), UNKNOWN, jnp.int32)
+    process = _process(state, slot, state.slots.position[slot] + 1, unknown)
+    if process is not None:
+        # What is forbidden is not proposed, and the rest is proposed by scores like those that will be verified.
+        shortlist = processed_head(models, process)
     return drafter_of(models.draft_config).propose(
         models.draft,
         models.draft_config,
@@ -324,9 +364,48 @@ def _propose(models: Models, state: EngineState, idx_mapping, sampler: Sampler, 
         anchor,
         drafts,
         sampler,
-        shortlist=models.shortlist,
+        shortlist=shortlist,
         implementation=implementation,
     )
+
+
+def processed_head(models: Models, process: Process) -> LmHead:
+    """The head that the draft proposes from, with its logits processed."""
+    vocab_size = models.target_config.vocab_size
+
+    def listed(logits, tokens):
+        if tokens is None:
+            return process(logits)
+        whole = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, jnp.float32)
+        return process(whole.at[..., tokens].set(logits))[..., tokens]
+
+    head = target_head(models.target) if models.shortlist is None else models.shortlist
+    return head.replace(process=listed)
+
+
+def _process(state: EngineState, slot, length, drafts, masks=None) -> Process | None:
+    """What the rows' logits processors and masks do to logits after `length` tokens and the drafted ones, if anything.
+
+    Nothing is done where there are none of them: the target's best token is then enough.
+    """
+    process = None
+    if state.processors is not None:
+        process = processing(state.processors, slot, length, drafts, state.slots.stop_tokens[slot])
+    if masks is None:
+        return process
+
+    def masked(logits):
+        logits = logits.astype(jnp.float32) if process is None else process(logits)
+        return jnp.where(unpack_mask(masks, logits.shape[-1]), logits, -jnp.inf)
+
+    return masked
+
+
+def _record(state: EngineState, idx_mapping, start, tokens, count) -> EngineState:
+    """The state whose logits processors know the first `count` of each row's tokens."""
+    if state.processors is None:
+        return state
+    return state.replace(processors=record_tokens(state.processors, idx_mapping, start, tokens, count))
 
 
 def _extend(

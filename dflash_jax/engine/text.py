@@ -28,6 +28,7 @@ class TextStream:
         self._held = ""
         self._released: list[str] = []
         self._taken = 0
+        self._left = sampling.min_tokens
         self._stopped = False
 
     @property
@@ -60,6 +61,7 @@ class TextStream:
         return "".join(self._released[before:])
 
     def _push(self, token: int) -> None:
+        self._left -= 1
         stop = self._stop_of.get(token)
         if stop is None:
             self._feed(self._detokenizer.push(token))
@@ -74,6 +76,11 @@ class TextStream:
             return
         self._held += piece
         found = self._stops.feed(piece)
+        rest = piece
+        while found is not None and self._left >= 0:
+            # One that is complete before `min_tokens` tokens is text like any other.
+            rest = rest[found[0] :]
+            found = self._stops.feed(rest)
         if found is None:
             self._release(len(self._held) - self._stops.begun)
             return

@@ -13,7 +13,12 @@ from dflash_jax.engine.width import Width, likely_widths
 
 
 def possible_plans(
-    host: HostState, sampling: SamplingParams | None = None, *, requests: int | None = None, plain: int = 0
+    host: HostState,
+    sampling: SamplingParams | None = None,
+    *,
+    requests: int | None = None,
+    plain: int = 0,
+    processed: bool = False,
 ) -> list[Plan]:
     """A plan without requests for each shape that a plan nearly always has.
 
@@ -24,6 +29,7 @@ def possible_plans(
       sampling: what the requests ask for.
       requests: in flight at once, at most; as many as there are slots by default.
       plain: so many of them at most when all in flight decode without drafting.
+      processed: some of them need logits processors, which doubles the number of plans.
     """
     policy = host.policy
     slots = policy.max_slots
@@ -44,7 +50,15 @@ def possible_plans(
     for count, width in sorted(wanted):
         plan = Plan(decodes=(_decode(sampling),) * count, table_width=table_width, rounds=rounds)
         plans.append(at_width(plan, host, width))
-    return plans
+    return plans + [_processed(plan) for plan in plans] if processed else plans
+
+
+def _processed(plan: Plan) -> Plan:
+    """The plan with a row, in no slot, that needs logits processors."""
+    if plan.chunks:
+        row = Chunk(id="", slot=-1, tokens=(), last=False, known_next=None, opening=None, processed=True)
+        return dataclasses.replace(plan, chunks=(row, *plan.chunks[1:]))
+    return dataclasses.replace(plan, decodes=(Decode(id="", slot=-1, processed=True), *plan.decodes[1:]))
 
 
 def _chunks(sampling: SamplingParams | None) -> list[Chunk | None]:

@@ -158,4 +158,4 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value

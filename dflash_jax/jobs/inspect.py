@@ -196,6 +196,8 @@ def _memory_table(inspection: Inspection) -> Table:
         kept = f"{engine.kept_states} recurrent states of {human(sizes.checkpoint)} kept for prefixes"
         table.add_row("checkpoints", f"{human(memory.checkpoints)} in {kept}")
     table.add_row("together", human(memory.total))
+    processors = human(engine.max_slots * sizes.processors)
+    table.add_row("logits processors", f"{processors} more, once a request has penalties or forbids tokens")
     if inspection.k is not None:
         table.add_row("a round", f"drafts {inspection.k} and verifies {1 + inspection.k} tokens of each request")
     return table

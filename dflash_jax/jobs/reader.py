@@ -30,13 +30,8 @@ _SAMPLING_KEYS = tuple(field.name for field in dataclasses.fields(SamplingParams
 _FOREIGN_KEYS = [
     "best_of",
     "top_logprobs",
-    "logit_bias",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
     "max_completion_tokens",
     "max_new_tokens",
-    "min_tokens",
     "response_format",
     "guided_json",
     "guided_regex",

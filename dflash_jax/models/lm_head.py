@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -14,6 +15,9 @@ from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.models.config import DraftConfig
 from dflash_jax.models.matrix import Matrix
 from dflash_jax.models.weights import TargetParams
+
+FORBIDDEN = -1e30
+"""The score of a forbidden token among a draft's candidates."""
 
 
 class LmHead(struct.PyTreeNode):
@@ -25,12 +29,14 @@ class LmHead(struct.PyTreeNode):
         whole vocabulary.
       multiplier: scales the logits.
       softcap: c of c * tanh(logits / c), after that; None for no cap.
+      process: what becomes of logits before the best are chosen, given `tokens` too; minus infinity forbids a token.
     """
 
     weight: Matrix
     tokens: Int[Array, " listed"] | None = None
     multiplier: float = struct.field(pytree_node=False, default=1.0)
     softcap: float | None = struct.field(pytree_node=False, default=None)
+    process: Callable[[Array, Array | None], Array] | None = struct.field(pytree_node=False, default=None)
 
     @property
     def size(self) -> int:
@@ -54,6 +60,8 @@ class LmHead(struct.PyTreeNode):
         self, hidden: Float[Array, "*batch hidden"], top_k: int, *, implementation: Implementation | None = None
     ) -> tuple[Float[Array, "*batch best"], Int[Array, "*batch best"]]:
         """The `top_k` largest logits and their tokens, best first; of equal ones the lowest ids."""
+        if self.process is not None:
+            return self._best_processed(hidden, top_k, implementation)
         values, tokens = ops.best_tokens(
             hidden,
             self.weight.value,
@@ -64,6 +72,14 @@ class LmHead(struct.PyTreeNode):
             implementation=implementation,
         )
         return values, tokens if self.tokens is None else self.tokens[tokens]
+
+    def _best_processed(self, hidden, top_k: int, implementation: Implementation | None):
+        assert self.process is not None
+        logits = self.process(self.logits(hidden, implementation=implementation), self.tokens)
+        values, at = jax.lax.top_k(logits, top_k)
+        # A forbidden token is a candidate where too few are allowed. It is a bad one, and no damage.
+        values = jnp.where(values == -jnp.inf, FORBIDDEN, values)
+        return values, at if self.tokens is None else self.tokens[at]
 
     def writes_logits(
         self, hidden: Float[Array, "*batch hidden"], *, implementation: Implementation | None = None

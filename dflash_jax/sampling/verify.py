@@ -22,11 +22,13 @@ class Verdict(struct.PyTreeNode):
       accepted: drafted tokens that stay.
       next_token: the token after them.
       finite: the logits it was computed from are finite; otherwise the verdict is meaningless.
+      allowed: the same of what logits processors made of them: not every token is forbidden. None without processors.
     """
 
     accepted: Int[Array, " rows"]
     next_token: Int[Array, " rows"]
     finite: Bool[Array, " rows"]
+    allowed: Bool[Array, " rows"] | None = None
 
 
 def verify_greedy(

@@ -147,7 +147,8 @@ def read_one(tmp_path, **fields):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("max_tokens", 9), ("temperature", 0.5), ("stop", ["x"]), ("seed", 0), ("top_p", 1.0)]
+    ("name", "value"),
+    [("max_tokens", 9), ("temperature", 0.5), ("stop", ["x"]), ("seed", 0), ("top_p", 1.0), ("logit_bias", {"5": 1})],
 )
 def test_a_sampling_parameter_beside_the_prompt_is_told_its_place(tmp_path, name, value):
     item = read_one(tmp_path, **{name: value})
@@ -155,7 +156,7 @@ def test_a_sampling_parameter_beside_the_prompt_is_told_its_place(tmp_path, name
     assert item.error == f'{name} is beside the prompt; it belongs into "sampling": {json.dumps({name: value})}'
 
 
-@pytest.mark.parametrize("name", ["best_of", "top_logprobs", "presence_penalty", "response_format", "logit_bias"])
+@pytest.mark.parametrize("name", ["best_of", "top_logprobs", "response_format", "guided_json"])
 def test_a_sampling_parameter_that_there_is_not_is_refused(tmp_path, name):
     item = read_one(tmp_path, **{name: 1})
     assert isinstance(item, BadLine) and f"{name} is no sampling parameter here" in item.error

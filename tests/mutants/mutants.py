@@ -759,7 +759,7 @@ _OF_JOBS = (
     ),
     Mutant(
         "take integers of any length for temperatures",
-        (("engine/request.py", "    except OverflowError:", "    except ZeroDivisionError:"),),
+        (("engine/parameters.py", "    except OverflowError:", "    except ZeroDivisionError:"),),
         "tests/jobs/test_job_input.py::test_no_value_of_a_sampling_parameter_is_more_than_that_lines_error",
         "OverflowError",
     ),
@@ -1263,6 +1263,141 @@ _OF_ANALYSIS = (
     ),
 )
 
+_PROCESSED = "tests/engine/test_processed_distribution.py::"
+_JOINT = _PROCESSED + "test_speculated_tokens_follow_the_processed_joint_distribution"
+_PROCESSORS = "tests/engine/test_processors.py::"
+_STRUCTURED = "tests/engine/test_structured_outputs.py::"
+_DRAWN = r"a token of probability 0 was drawn|p = \d"
+
+_OF_PROCESSORS = (
+    Mutant(
+        "leave the drafted tokens before a position out of its counts",
+        (("engine/processors/penalties.py", "earlier & (drafts >= 0)", "earlier & (drafts >= vocab_size)"),),
+        _JOINT + "[frequency-2]",
+        _DRAWN,
+    ),
+    Mutant(
+        "count a position's own drafted token among those before it",
+        (("engine/processors/penalties.py", "< jnp.arange(positions)[:, None]", "<= jnp.arange(positions)[:, None]"),),
+        _JOINT + "[presence-1]",
+        _DRAWN,
+    ),
+    Mutant(
+        "leave the prompt out of the repetition penalty",
+        (
+            (
+                "engine/processors/penalties.py",
+                "seen = _in_prompt(block, logits.shape[-1])[:, None] | (said > 0)",
+                "seen = said > 0",
+            ),
+        ),
+        _JOINT + "[repetition-0]",
+        _DRAWN,
+    ),
+    Mutant(
+        "count the prompt in the frequency penalty",
+        (
+            (
+                "engine/processors/penalties.py",
+                "output = (at >= block.prompt_len[:, None]) & (at < block.length[:, None])",
+                "output = at < block.length[:, None]",
+            ),
+        ),
+        _JOINT + "[frequency-0]",
+        _DRAWN,
+    ),
+    Mutant(
+        "look for bad words among committed tokens only",
+        (("engine/processors/block.py", '.set(drafts.astype(history.dtype), mode="drop")', '.set(room, mode="drop")'),),
+        _JOINT + "[bad word begun by a drafted token-2]",
+        _DRAWN,
+    ),
+    Mutant(
+        "count min_tokens from the block's beginning at every position",
+        (
+            (
+                "engine/processors/block.py",
+                "[:, None] + jnp.arange(positions)\n",
+                "[:, None] + 0 * jnp.arange(positions)\n",
+            ),
+        ),
+        _JOINT + "[min_tokens, from the second on-2]",
+        _DRAWN,
+    ),
+    Mutant(
+        "shift the tokens of logit_bias by one",
+        (
+            (
+                "engine/processors/bias.py",
+                "at = jnp.where(self.tokens >= 0, self.tokens, vocab_size)",
+                "at = jnp.where(self.tokens >= 0, self.tokens + 1, vocab_size)",
+            ),
+        ),
+        _JOINT + "[bias-1]",
+        _DRAWN,
+    ),
+    Mutant(
+        "allow what allowed_token_ids leaves out",
+        (("engine/processors/allowed.py", "logits, -jnp.inf)", "logits, logits - 1)"),),
+        _JOINT + "[allowed-1]",
+        _DRAWN,
+    ),
+    Mutant(
+        "read the logits processors of the row instead of its slot's",
+        (("engine/processors/state.py", "leaf[slot], processors)", "leaf[jnp.arange(slot.shape[0])], processors)"),),
+        _PROCESSORS + "test_requests_with_and_without_processors_do_not_touch_each_other[1]",
+        r"At index \d+ diff|processor_history",
+    ),
+    Mutant(
+        "let the logits processors of a slot's last owner act on the next",
+        (
+            (
+                "engine/slots.py",
+                'none.at[slot].set(jnp.asarray(processed), mode="drop")',
+                'none.at[slot].set(True, mode="drop")',
+            ),
+        ),
+        _PROCESSORS + "test_a_slots_next_owner_has_nothing_of_its_processors",
+        _BLOCKS + r"|greedy_tokens",
+    ),
+    Mutant(
+        "do not tell the logits processors what was committed",
+        (("engine/steps.py", "        state = _record(state, rows, position + 1, kept, produced)\n", ""),),
+        _PROCESSORS + "test_requests_with_and_without_processors_do_not_touch_each_other[1]",
+        r"At index \d+ diff|processor_history",
+    ),
+    Mutant(
+        "propose what is forbidden",
+        (("engine/steps.py", "        shortlist = processed_head(models, process)\n", "        pass\n"),),
+        _PROCESSORS + "test_what_is_forbidden_is_neither_said_nor_drafted[recall-dflash2-greedy]",
+        r"assert",
+    ),
+    Mutant(
+        "let stop strings end an output before min_tokens",
+        (("engine/text.py", " and self._left >= 0:", " and self._left > 1000:"),),
+        _PROCESSORS + "test_stop_strings_before_min_tokens_are_text[stop string]",
+        r"assert",
+    ),
+    Mutant(
+        "replace a forbidden draft and leave q as it was",
+        (("engine/grammars.py", "        probs[best] += probs[~allowed].sum()\n", ""),),
+        _STRUCTURED + "test_a_draw_from_q_follows_the_changed_q",
+        r"assert|p = \d",
+    ),
+    Mutant(
+        "do not follow the drafted block in the grammar",
+        (
+            (
+                "engine/grammars.py",
+                "            advanced += 1\n",
+                "            self._matcher.rollback(1)\n",
+            ),
+        ),
+        _STRUCTURED + "test_every_answer_is_valid_json[recall-dflash2-greedy]",
+        r"assert|Error",
+    ),
+)
+
 MUTANTS = (
     *_OF_GOLDEN_PAIRS,
     *_OF_THE_HOST,
@@ -1274,6 +1409,7 @@ MUTANTS = (
     *_OF_TEXT,
     *_OF_WIDTH,
     *_OF_ANALYSIS,
+    *_OF_PROCESSORS,
     *(
         _on_a_trained_pair(pair, *gate)
         for pair in ("recall-trained", "recall-hybrid-trained")
