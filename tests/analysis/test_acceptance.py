@@ -135,7 +135,7 @@ def test_job_outputs_count_as_completions_do(tmp_path):
         ConfigError, match=r"line 0 of the job's output has no trace; run the job with output.trace true"
     ):
         rounds_of([{**lines[0], "trace": None}])
-    with pytest.raises(ConfigError, match="is no file; it must be the output of a job"):
+    with pytest.raises(ConfigError, match="is not there; it must be the output of a job"):
         rounds_of(tmp_path / "none.jsonl")
 
 
