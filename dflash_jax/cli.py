@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, TypeVar
 
 import typer
 
-from dflash_jax.errors import DflashError, cut, visible
+from dflash_jax.errors import DflashError, cut, reason, visible
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -382,6 +382,7 @@ def main() -> None:
     """Runs the command line; what a user did wrong is one sentence on stderr and exit code 2."""
     from dflash_jax.signals import Stopped
 
+    _complete_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # An answer may have characters that a terminal's encoding has not.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -397,6 +398,16 @@ def main() -> None:
     except DflashError as error:
         print(f"dflash-jax: {error}", file=sys.stderr)
         sys.exit(2)
+    except (RuntimeError, AssertionError):
+        if (why := _no_device()) is None:
+            raise
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        print(
+            f"dflash-jax: JAX has nothing to run on ({visible(why)}); JAX_PLATFORMS is {platforms!r}, and must "
+            "be empty or name what is there, such as 'cpu'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
     except OSError as error:
         # A file error without a message of this package's own: the system's reason.
         name = "a file" if error.filename is None else cut(str(error.filename))
@@ -404,6 +415,29 @@ def main() -> None:
             name = "the standard output"
         print(f"dflash-jax: {visible(name)} cannot be read or written ({error.strerror or error})", file=sys.stderr)
         sys.exit(2)
+
+
+def _complete_streams() -> None:
+    """Leads streams 0 to 2 to nowhere where they are closed; else the next file opened would be one of them."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    # Python has none of a stream that was closed when it began.
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+
+
+def _no_device() -> str | None:
+    """Why JAX has no device, if it has none."""
+    import jax
+
+    try:
+        jax.devices()
+    except Exception as error:  # for a name of nothing another one than for a device that is not there
+        return reason(error)
+    return None
 
 
 def _give_up_stdout() -> bool:

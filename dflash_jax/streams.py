@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 STDIN = "-"
 """The name of the standard input among paths."""
@@ -33,6 +33,8 @@ def open_stream(path: str | Path, cancelled: Callable[[], bool] = lambda: False)
       OSError: it cannot be read; it is a directory, or a device, which might never end; or nobody writes to the pipe.
     """
     if str(path) == STDIN:
+        if sys.stdin is None:
+            raise OSError(errno.EBADF, "the standard input is closed", STDIN)
         file = os.dup(sys.stdin.fileno())
     else:
         # Opening a pipe that nobody writes to would wait for somebody.
@@ -58,6 +60,30 @@ def open_stream(path: str | Path, cancelled: Callable[[], bool] = lambda: False)
         raise
     os.close(file)
     return copy
+
+
+def open_file(path: str | Path, mode: Literal["rb", "ab"] = "rb") -> BinaryIO:
+    """Opens a file of the disk, which can be read more than once; a new one where the mode makes one.
+
+    Args:
+      path: the file.
+      mode: "rb", or "ab" to write behind what it has.
+
+    Raises:
+      OSError: it cannot be opened, or is a directory, a device or a pipe, which might never end.
+    """
+    # Opening a pipe with nobody at its other end would wait for somebody.
+    flags = os.O_RDONLY if mode == "rb" else os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    file = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
+        return os.fdopen(file, mode)
+    except BaseException:
+        os.close(file)
+        raise
 
 
 def _copy(file: int, sink: BinaryIO, name: str, cancelled: Callable[[], bool]) -> None:

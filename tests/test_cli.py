@@ -401,3 +401,40 @@ def test_an_answer_that_the_terminal_cannot_show_ends_no_job():
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\xe9\n", "")
+
+
+def run_python(command, shell="", **environment):
+    return subprocess.run(
+        ["bash", "-c", f'exec "$0" -c "$1" {shell}', sys.executable, command],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+    )
+
+
+def test_closed_streams_are_no_files_of_the_job(tmp_path):
+    """What a library prints would be in the output, or the end of the job a traceback."""
+    work = f"open({str(tmp_path / 'out')!r}, 'w').write('x'), print('said'), [os.write(n, b'noise') for n in (1, 2)]"
+    command = f"import os; from dflash_jax import cli; cli.app = lambda: ({work}); cli.main()"
+    done = run_python(command, "<&- >&- 2>&-")
+    assert done.returncode == 0 and (tmp_path / "out").read_text() == "x"
+
+
+@pytest.mark.parametrize("arguments", [["generate", "-"], ["generate", "CONFIG", "--set", "input.path=-"]])
+def test_a_closed_standard_input_cannot_be_read(config, arguments):
+    arguments = ["dflash-jax", *(str(config) if word == "CONFIG" else word for word in arguments)]
+    done = run_python(f"import sys; sys.argv = {arguments!r}; from dflash_jax import cli; cli.main()", "<&-")
+    assert done.returncode == 2 and "cannot be read (the standard input is closed)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("platform", ["nope", "cuda"])
+def test_a_platform_that_jax_has_not_is_one_sentence(platform):
+    command = "import jax; from dflash_jax import cli; cli.app = jax.default_backend; cli.main()"
+    done = run_python(command, JAX_PLATFORMS=platform)
+    if platform == "cuda" and done.returncode == 0:
+        pytest.skip("this machine has one")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and last.startswith("dflash-jax: JAX has nothing to run on (")
+    assert f"JAX_PLATFORMS is '{platform}', and must be empty or name what is there" in last
+    assert "Traceback" not in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from dflash_jax.checkpoints import resolve
 from dflash_jax.errors import visible
 from dflash_jax.jobs import summary
 from dflash_jax.jobs.config import JobConfig
@@ -59,10 +60,10 @@ def dry_run(config: JobConfig, *, overwrite: bool = False) -> DryRun:
             done += 1
         else:
             run += 1
-    draft = config.draft
+    target, draft = config.target, config.draft
     models = inspect_checkpoint(
-        config.target.path,
-        draft=None if draft is None else draft.path,
+        resolve(target.path, target.revision, target.file),
+        draft=None if draft is None else resolve(draft.path, draft.revision, draft.file),
         k=None if draft is None else draft.k,
         engine=config.engine,
         mask_token_id=None if draft is None else draft.mask_token_id,

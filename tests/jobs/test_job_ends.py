@@ -198,3 +198,12 @@ def test_a_line_that_only_looks_like_a_result_is_none(tmp_path, line):
     (tmp_path / "out.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(ConfigError, match="line 1 is not a result that a job wrote"):
         ResultFile(tmp_path / "out.jsonl")
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_dry_run_looks_at_the_file_that_the_job_would_read(job, role):
+    from dflash_jax.jobs.config import load_job
+    from dflash_jax.jobs.dry_run import dry_run
+
+    with pytest.raises(DflashError, match=r"there is no file 'x\.gguf' in "):
+        dry_run(load_job(job.config, [f"{role}.file=x.gguf"]))

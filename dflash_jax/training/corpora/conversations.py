@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
-import io
 import json
 import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.settings import fault
+from dflash_jax.streams import open_stream
 
 Count = Annotated[int, Field(ge=0)]
 
@@ -38,6 +39,8 @@ class Conversation:
 
 
 _FORMAT = TypeAdapter(Conversation)
+_LONGEST = 1 << 26
+"""Bytes of a line; one of a million tokens has a tenth of it."""
 _BEGINNING = b'{"index"'
 
 
@@ -50,7 +53,12 @@ def read_conversations(path: str | Path) -> Iterator[Conversation]:
     number = 0
     try:
         with _open(Path(path)) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST), b""), start=1):
+                if len(line) == _LONGEST:
+                    raise ConfigError(
+                        f"{path} line {number} is no conversation (it has more than {_LONGEST >> 20} MiB); "
+                        "mend it, or remove it"
+                    )
                 if line.endswith(b"\n"):
                     yield _conversation(line, f"{path} line {number}")
     except FileNotFoundError:
@@ -72,19 +80,27 @@ def repair(path: Path) -> set[int]:
       ConfigError: it is no corpus; the file is not changed.
     """
     found = {conversation.index for conversation in read_conversations(path)}
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    torn = data[whole:]
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _LONGEST))
+        end = file.read()
+    torn = end[end.rfind(b"\n") + 1 :]
     # Some file systems leave zeros after a crash.
     if not torn.startswith(_BEGINNING[: len(torn)]) and torn.strip(b"\0"):
         raise ConfigError(f"{path} ends in what is no conversation, so it is no corpus; give another output")
     if torn:
-        os.truncate(path, whole)
+        os.truncate(path, size - len(torn))
     return found
 
 
-def _open(path: Path) -> io.BufferedIOBase:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[gzip.GzipFile | BinaryIO]:
+    with open_stream(path) as file:
+        if path.suffix == ".gz":
+            with gzip.open(file) as unpacked:
+                yield unpacked
+        else:
+            yield file
 
 
 def _conversation(line: bytes, where: str) -> Conversation:

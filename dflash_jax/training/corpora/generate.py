@@ -9,14 +9,17 @@ stopped and gives the same text.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from dflash_jax.checkpoints import load_target
 from dflash_jax.engine import Engine, Models
 from dflash_jax.errors import ConfigError
 from dflash_jax.progress import Bar
 from dflash_jax.signals import Stop
+from dflash_jax.streams import open_file
 from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, repair
 from dflash_jax.training.corpora.writer import ConversationWriter
@@ -58,8 +61,7 @@ def generate_corpus(
         raise ConfigError(f"target.path {config.target.path!r} has no chat template, so it cannot ask or answer")
     writer = ConversationWriter(engine, config, on_dropped)
     output = Path(config.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with sole_writer(output, f"the corpus {output}"), output.open("a", encoding="utf-8") as file:
+    with _writable(output) as file, sole_writer(output, f"the corpus {output}"):
         done = repair(output)
         _check_manifest(output, config, begun=bool(done))
         pending = iter(index for index in range(config.conversations) if index not in done)
@@ -70,12 +72,32 @@ def generate_corpus(
             if not engine.has_work:
                 break
             for conversation in writer.step():
-                file.write(conversation.to_json() + "\n")
-                file.flush()
+                _write(file, conversation, output)
                 found = True
                 yield conversation
     if not found and not stop:
         raise ConfigError(f"no conversation was written to {output}: {writer.first_dropped}")
+
+
+def _writable(output: Path) -> BinaryIO:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return open_file(output, "ab")
+    except OSError as error:
+        raise ConfigError(f"output {output} cannot be written ({error.strerror}); it must be a file") from None
+
+
+def _write(file: BinaryIO, conversation: Conversation, output: Path) -> None:
+    """Hands a conversation to the system; what is not whole on a full disk is cut off by the next run."""
+    try:
+        data = conversation.to_json().encode() + b"\n"
+        while data:
+            data = data[os.write(file.fileno(), data) :]
+    except OSError as error:
+        raise ConfigError(
+            f"output {output} cannot be written ({error.strerror}); what was written before stays, and the same "
+            "command writes the rest"
+        ) from None
 
 
 def write_corpus(config: CorpusConfig, stop: Stop) -> None:
@@ -123,5 +145,9 @@ def _settings(config: CorpusConfig) -> dict[str, object]:
 
 
 def _content(path: str) -> str:
-    data = Path(path).read_bytes()
-    return f"{len(data)} bytes with SHA-256 {hashlib.sha256(data).hexdigest()}"
+    found, size = hashlib.sha256(), 0
+    with open_file(path) as file:
+        while piece := file.read(1 << 20):
+            found.update(piece)
+            size += len(piece)
+    return f"{size} bytes with SHA-256 {found.hexdigest()}"

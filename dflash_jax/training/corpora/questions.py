@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 from dflash_jax.engine.prompts import Prompt
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.errors import ConfigError
 from dflash_jax.jobs.reader import BadLine, read_items
+from dflash_jax.streams import open_file
+
+_LARGEST = 1 << 28
+"""Bytes of starters or instructions."""
 
 
 def read_prompts(path: str) -> list[Prompt]:
@@ -16,6 +20,10 @@ def read_prompts(path: str) -> list[Prompt]:
     Raises:
       ConfigError: the file cannot be read, has no prompt, or a line is none.
     """
+    # Unlike the methods of Path, these are False for names that are too long, too.
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        # The corpus records what its prompts were, so that they are read twice.
+        raise ConfigError(f"prompts {path} cannot be read (it is a device or a pipe, not a file)")
     prompts: list[Prompt] = []
     for item in read_items(path, SamplingParams(), "prompts"):
         if isinstance(item, BadLine):
@@ -37,7 +45,11 @@ def read_lines(path: str, key: str) -> list[str]:
       ConfigError: the file cannot be read, or has no line.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        with open_file(path) as file:
+            data = file.read(_LARGEST + 1)
+        if len(data) > _LARGEST:
+            raise ConfigError(f"{key} {path} has more than {_LARGEST >> 20} MiB; write fewer lines")
+        text = data.decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{key} {path} cannot be read ({error.strerror}); it must be a text file") from None
     except UnicodeDecodeError as error:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.errors import TrainingError
 from dflash_jax.training.run.callbacks import Callback
 from dflash_jax.writing import replace_file
 
@@ -29,13 +30,25 @@ class MetricsLog:
         content = "".join(json.dumps(line) + "\n" for line in kept)
         if not file.exists() or file.read_bytes() != content.encode():
             replace_file(file, content)
-        self._stream = file.open("a")
+        # Not buffered: what a full disk does not take would be tried again as Python ends.
+        self._file, self._stream = file, file.open("ab", buffering=0)
         self._callbacks, self.over = callbacks or Callback(), False
 
     def write(self, step: int, kind: str, figures: dict[str, Any]) -> None:
-        """Adds a line."""
-        self._stream.write(json.dumps({"step": step, "kind": kind, **figures}) + "\n")
-        self._stream.flush()
+        """Adds a line.
+
+        Raises:
+          TrainingError: it cannot be written; a line that is cut off is left out when the file is read.
+        """
+        data = json.dumps({"step": step, "kind": kind, **figures}).encode() + b"\n"
+        try:
+            while data:
+                data = data[self._stream.write(data) :]
+        except OSError as error:
+            raise TrainingError(
+                f"the metrics {self._file} cannot be written ({error.strerror}); "
+                "the same command continues from the newest checkpoint"
+            ) from None
         self.over = bool(self._callbacks.metrics(step, kind, figures)) or self.over
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from dflash_jax.errors import ConfigError
 from dflash_jax.training import shard_paths
+from dflash_jax.training.corpora import conversations
 from dflash_jax.training.corpora.conversations import Conversation, read_conversations
 from dflash_jax.training.corpora.packing import pack_corpus
 from dflash_jax.training.data import records
@@ -66,14 +67,18 @@ def test_text_with_other_ends_of_lines_in_it_is_one_line(tmp_path):
         ("a.jsonl.gz", gzip.compress(LINE * 50, mtime=0)[:-12], r"after line \d+ \(Compressed file ended"),
         ("a.jsonl.gz", gzip.compress(LINE, mtime=0)[:-8] + bytes(8), "after line 1 .*CRC"),
         ("a.jsonl.gz", gzip.compress(LINE, mtime=0)[:10] + b"\x07" * 40, "after line 0 .*decompressing"),
+        ("a.jsonl", "/dev/zero", "after line 0 .*it is a device"),
         ("a.jsonl", None, "after line 0 .*Is a directory"),
         ("a.jsonl.gz", None, "after line 0 .*Is a directory"),
     ],
-    ids=["no gzip", "cut", "wrong sum", "no deflate", "directory", "directory.gz"],
+    ids=["no gzip", "cut", "wrong sum", "no deflate", "device", "directory", "directory.gz"],
 )
 def test_a_corpus_that_cannot_be_read_is_named(tmp_path, name, content, says):
     path = tmp_path / name
-    path.mkdir() if content is None else path.write_bytes(content)
+    if isinstance(content, str):
+        path.symlink_to(content)
+    else:
+        path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"the corpus .*{name} cannot be read {says}") as caught:
         pack_corpus([path], tmp_path / "shards")
     assert one_sentence(caught)
@@ -116,3 +121,13 @@ def test_a_directory_with_something_in_it_is_not_packed_into(tmp_path):
         pack_corpus([path], path)
     (tmp_path / "shards").mkdir()
     assert pack_corpus([path], tmp_path / "shards") == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_without_end_does_not_fill_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(conversations, "_LONGEST", 1000)
+    path = tmp_path / name
+    data = LINE + b"x" * 5000
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    with pytest.raises(ConfigError, match=rf"{name} line 2 is no conversation \(it has more than"):
+        list(read_conversations(path))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gzip
 import json
+import os
 import re
 import signal
 import sys
@@ -21,6 +23,7 @@ from dflash_jax.engine import Models
 from dflash_jax.errors import ConfigError
 from dflash_jax.progress import Bar
 from dflash_jax.settings import parse
+from dflash_jax.training.corpora import generate
 from dflash_jax.training.corpora.config import CorpusConfig
 from dflash_jax.training.corpora.conversations import Conversation, read_conversations, repair
 from dflash_jax.training.corpora.generate import generate_corpus
@@ -131,6 +134,39 @@ def test_a_corpus_belongs_to_one_process_at_a_time(engine, tmp_path):
         next(generate_corpus(engine, config))
     abandon(engine, first)
     assert list(generate_corpus(engine, config))
+
+
+@pytest.mark.parametrize("made", ["pipe", "/dev/full", "/dev/zero", "directory"])
+def test_what_is_no_file_is_no_output(engine, tmp_path, made):
+    path = tmp_path / "corpus.jsonl"
+    if made == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path) if made == "pipe" else path.symlink_to(made)
+    with pytest.raises(ConfigError, match=r"output .*corpus\.jsonl cannot be written \(.*; it must be a file"):
+        next(generate_corpus(engine, corpus(path)))
+
+
+def test_a_full_disk_ends_a_corpus_in_a_sentence_and_loses_nothing(engine, tmp_path, monkeypatch):
+    whole = tmp_path / "whole.jsonl"
+    list(generate_corpus(engine, corpus(whole)))
+    path, room, write = tmp_path / "corpus.jsonl", [600], os.write
+
+    def limited(file, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        room[0] -= (count := write(file, data[: room[0]]))
+        return count
+
+    with monkeypatch.context() as full:
+        full.setattr(generate.os, "write", limited)
+        writing = generate_corpus(engine, corpus(path))
+        with pytest.raises(ConfigError, match=r"output .*corpus\.jsonl cannot be written \(No space left"):
+            list(writing)
+        abandon(engine, writing)
+    assert path.stat().st_size == 600
+    list(generate_corpus(engine, corpus(path)))
+    assert sorted(path.read_bytes().splitlines()) == sorted(whole.read_bytes().splitlines())
 
 
 def test_a_corpus_is_of_one_kind_of_text(engine, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dflash_jax.errors import ConfigError
@@ -62,11 +64,28 @@ def test_a_line_of_starters_may_be_empty(tmp_path, content, lines):
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"", "is empty"), (b"a\nb\n\xff\n", "line 3 is not UTF-8"), (None, "cannot be read")],
+    [
+        (b"", "is empty"),
+        (b"a\nb\n\xff\n", "line 3 is not UTF-8"),
+        (None, r"cannot be read \(Is a directory"),
+        ("/dev/zero", r"cannot be read \(it is a device"),
+        ("pipe", r"cannot be read \(it is a device or a pipe"),
+    ],
 )
 def test_starters_that_cannot_be_read_are_named(tmp_path, content, says):
     path = tmp_path / "starters.txt"
-    path.mkdir() if content is None else path.write_bytes(content)
+    if isinstance(content, str):
+        os.mkfifo(path) if content == "pipe" else path.symlink_to(content)
+    else:
+        path.mkdir() if content is None else path.write_bytes(content)
     with pytest.raises(ConfigError, match=rf"starters .*starters\.txt {says}") as caught:
         read_lines(str(path), "starters")
     assert one_sentence(caught)
+
+
+@pytest.mark.parametrize("made", ["pipe", "/dev/zero"])
+def test_prompts_that_can_be_read_but_once_or_never_end_are_refused(tmp_path, made):
+    path = tmp_path / "prompts.jsonl"
+    os.mkfifo(path) if made == "pipe" else path.symlink_to(made)
+    with pytest.raises(ConfigError, match=r"prompts .* cannot be read \(it is a device or a pipe, not a file\)"):
+        read_prompts(str(path))

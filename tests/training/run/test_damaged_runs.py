@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from dflash_jax.training import TrainConfig, build_features, export_draft, train
 from dflash_jax.training.data.feature_cache import write_at
 from dflash_jax.training.manifest import write_manifest
 from dflash_jax.training.run import loop as loop_module
-from dflash_jax.training.run.log import read_metrics
+from dflash_jax.training.run.log import MetricsLog, read_metrics
 from dflash_jax.writing import sole_writer
 from tests.training.recall import config, leaves
 
@@ -252,3 +254,18 @@ def test_a_target_is_written_as_in_other_configs_or_plainly():
 def test_a_home_directory_is_meant_by_its_sign():
     fields = {"target": "t", "output": "~/o", "draft": {}, "data": {"path": "d"}, "optimiser": {"steps": 1}}
     assert parse(TrainConfig, fields, "run.yaml").output.is_absolute()
+
+
+def test_metrics_on_a_full_disk_end_in_a_sentence_that_names_them(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    command = (
+        "import pathlib, resource, signal; from dflash_jax.training.run.log import MetricsLog; "
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        f"log = MetricsLog(pathlib.Path({str(file)!r}), 0); log.write(1, 'train', {{}}); "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40)); log.write(2, 'train', {'loss': 1.0})"
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert "TrainingError: the metrics " in done.stderr.splitlines()[-1]
+    assert f"{file} cannot be written (File too large); the same command continues" in done.stderr.splitlines()[-1]
+    MetricsLog(file, 2).write(2, "train", {"loss": 2.0})
+    assert [line["step"] for line in read_metrics(file)] == [1, 2]
