@@ -15,11 +15,13 @@ from jaxtyping import Float, Int
 
 from dflash_jax.engine import Engine, EngineState, Models
 from dflash_jax.engine.host import speculates
+from dflash_jax.engine.processors import UNKNOWN, Process, processing
+from dflash_jax.engine.steps import processed_head
 from dflash_jax.errors import RequestError, StateError, quote
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.kernels.selector.xla import edge_scores
 from dflash_jax.models.drafters import DFlash, Proposal, drafter_of, without_damage
-from dflash_jax.models.lm_head import draft_head, target_head
+from dflash_jax.models.lm_head import LmHead, draft_head, target_head
 from dflash_jax.models.target import extend
 from dflash_jax.models.weights import SelectorWeights
 from dflash_jax.sampling import target_probs, verify
@@ -95,7 +97,7 @@ def peek(engine: Engine, request_id: str | None = None, *, candidates: int = 8) 
       candidates: how many to show at each position of a draft without a selector; a selector has its own number.
 
     Raises:
-      RequestError: the request is not in flight, or does not decode yet, or is not drafted for.
+      RequestError: the request is not in flight, does not decode yet, is not drafted for, or has structured outputs.
     """
     host = engine.host
     if request_id is None:
@@ -111,15 +113,27 @@ def peek(engine: Engine, request_id: str | None = None, *, candidates: int = 8) 
     if not speculates(host.policy, sequence):
         why = sequence.fallback or "the engine has no draft"
         raise RequestError(f"request {quote(request_id)} is not drafted for ({why}), so it has no lattice")
+    if sequence.request.sampling.structured_outputs is not None:
+        raise RequestError(
+            f"request {quote(request_id)} has structured outputs; its grammar forbids tokens in the midst of a round, "
+            "on the host, so that a look at the device's half does not tell what the round would do"
+        )
     width = host.policy.width
     return peek_state(
         engine.models,
-        engine.state,
+        _with_processors(engine.state, sequence.slot, sequence.request.is_processed),
         sequence.slot,
         drafts=host.policy.k,
         width=width if isinstance(width, int) else None,
         candidates=candidates,
     )
+
+
+def _with_processors(state: EngineState, slot: int, active: bool) -> EngineState:
+    """The state in which the slot's logits processors act, as the next step would have it."""
+    if state.processors is None:
+        return state
+    return state.replace(processors=state.processors.replace(active=state.processors.active.at[slot].set(active)))
 
 
 def _ids(engine: Engine) -> str:
@@ -188,6 +202,10 @@ def _look(models: Models, state: EngineState, rows, drafts, width, count, implem
     sampler = jax.tree.map(lambda leaf: leaf[rows], slots.sampler)
     anchor, position = slots.anchor[rows], slots.position[rows]
     context = state.draft_context(rows)
+    shortlist = models.shortlist
+    unknown = jnp.full((len(rows), drafts), UNKNOWN, jnp.int32)
+    if (process := _processing(state, rows, unknown)) is not None:
+        shortlist = processed_head(models, process)
     drafter, scored = _watched(drafter_of(config))
     raw = drafter.propose(
         models.draft,
@@ -197,11 +215,11 @@ def _look(models: Models, state: EngineState, rows, drafts, width, count, implem
         anchor,
         drafts,
         sampler,
-        shortlist=models.shortlist,
+        shortlist=shortlist,
         implementation=implementation,
     )
     block, _ = without_damage(raw, models.target_config.vocab_size)
-    tokens, unary, edges = _scores(models, raw, scored, anchor, count, implementation)
+    tokens, unary, edges = _scores(models, shortlist, raw, scored, anchor, count, implementation)
 
     run = jnp.concatenate([anchor[:, None], block.tokens], axis=1)
     extension = extend(
@@ -214,6 +232,8 @@ def _look(models: Models, state: EngineState, rows, drafts, width, count, implem
         implementation=implementation,
     )
     logits = target_head(models.target).logits(extension.hidden, implementation=implementation)
+    if (process := _processing(state, rows, block.tokens)) is not None:
+        logits = process(logits)
     verified = jnp.full(rows.shape, width, jnp.int32)
     verdict = verify(logits, block.tokens, verified, block.candidates, block.probs, sampler, position)
     probs = target_probs(logits, sampler)
@@ -249,7 +269,17 @@ def _watched(drafter: Any) -> tuple[Any, dict[str, Any]]:
     return watched, scored
 
 
-def _scores(models: Models, raw: Proposal, scored: dict[str, Any], anchor, count: int, implementation):
+def _processing(state: EngineState, rows, drafts) -> Process | None:
+    """What logits processors do to logits after the committed tokens and the drafted ones."""
+    if state.processors is None:
+        return None
+    slots = state.slots
+    return processing(state.processors, rows, slots.position[rows] + 1, drafts, slots.stop_tokens[rows])
+
+
+def _scores(
+    models: Models, shortlist: LmHead | None, raw: Proposal, scored: dict[str, Any], anchor, count: int, implementation
+):
     """The candidates to show, their unary scores, and the edges between them."""
     if not scored:
         return raw.candidates, None, None
@@ -266,7 +296,7 @@ def _scores(models: Models, raw: Proposal, scored: dict[str, Any], anchor, count
         )
         return tokens, unary, edges
     assert models.draft_config is not None
-    head = draft_head(models.draft_config, models.target, models.shortlist)
+    head = draft_head(models.draft_config, models.target, shortlist)
     count = min(max(count, tokens.shape[-1]), head.size)
     unary, tokens = head.best(hidden, count, implementation=implementation)
     return tokens, unary, None

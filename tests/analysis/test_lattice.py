@@ -8,6 +8,7 @@ import pytest
 
 from dflash_jax import RequestError, StateError
 from dflash_jax.analysis import peek, peek_state
+from tests.engine.test_processors import with_text
 from tests.engine.test_toy_drafter import toy_models
 from tests.pairs import HYBRID, PAIRS, SAMPLING, cases, engine, prompts, tensors
 
@@ -29,7 +30,15 @@ def step(served):
 
 
 @pytest.mark.parametrize("draft", [*PAIRS, HYBRID])
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 3.0, "seed": 5, "top_p": 0.95}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 3.0, "seed": 5, "top_p": 0.95},
+        {"repetition_penalty": 1.7, "logit_bias": {"7": 4.0}, "allowed_token_ids": list(range(3, 40))},
+    ],
+    ids=["greedy", "sampled", "processed"],
+)
 def test_peek_sees_what_the_next_step_does_and_changes_nothing(draft, sampling):
     served = decoding(draft, sampling)
     for _ in range(4):
@@ -132,3 +141,13 @@ def test_peek_says_why_a_request_has_no_next_round():
         peek_state(served.models, served.state, 3)
     with pytest.raises(StateError, match="the models have no draft"):
         peek_state(served.models.replace(draft=None, draft_config=None), served.state, 0)
+
+
+def test_a_round_that_a_grammar_shapes_is_not_told():
+    pytest.importorskip("llguidance")
+    served = with_text("recall-dflash2")
+    sampling = {"max_tokens": 20, "stop_token_ids": [63], "structured_outputs": {"regex": "[A-Z]{4,9}-[0-9]{2}"}}
+    served.add_request(prompts("recall-dflash2")[0], sampling, request_id="r")
+    served.step()
+    with pytest.raises(RequestError, match="request 'r' has structured outputs; its grammar forbids tokens"):
+        peek(served)

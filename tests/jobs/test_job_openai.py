@@ -10,6 +10,7 @@ from openai.types.chat import ChatCompletion
 
 from dflash_jax.engine.request import SamplingParams
 from dflash_jax.jobs.config import InputFile
+from dflash_jax.jobs.formats.openai_input import CHAT
 from dflash_jax.jobs.formats.openai_output import errors_path, from_line, to_line
 from dflash_jax.jobs.reader import BadLine, read_items
 from tests.jobs.recall_job import CASES
@@ -159,15 +160,67 @@ def test_parameters_of_the_body_are_those_of_sampling(read):
     assert item.request == {"url": "/v1/chat/completions", "model": "recall"}
 
 
+def test_formats_biases_and_log_probabilities_of_the_body_are_those_of_sampling(read):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    asked = [
+        {"response_format": {"type": "json_object"}, "logprobs": True},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"logit_bias": {"7": -100, "9": 5}, "frequency_penalty": 0.5, "logprobs": True, "top_logprobs": 3},
+    ]
+    found = [item.sampling for item in read(*(request(str(n), CHAT, **each) for n, each in enumerate(asked)))]
+    expected = [
+        {"structured_outputs": {"json": {"type": "object"}}, "logprobs": 0},
+        {"structured_outputs": {"json": schema}},
+        {"logit_bias": {7: -100, 9: 5}, "frequency_penalty": 0.5, "logprobs": 3},
+    ]
+    assert found == [SamplingParams(max_tokens=7).override(each) for each in expected]
+    [completion] = read(request("c", logprobs=2))
+    assert completion.sampling.logprobs == 2
+
+
+@pytest.mark.parametrize("url", [CHAT, "/v1/completions"])
+def test_log_probabilities_have_the_official_packages_types(url):
+    top = [{"token_id": 7, "text": " a", "logprob": -0.5}, {"token_id": 8, "text": "\u00e9", "logprob": None}]
+    record = {"token_id": 7, "text": " a", "logprob": -0.5, "rank": 1, "top": top}
+    result = {
+        "id": "a",
+        "prompt_tokens": 3,
+        "token_ids": [7, 7],
+        "text": " a a",
+        "finish_reason": "length",
+        "error": None,
+        "metrics": {},
+        "logprobs": [record, {**record, "top": []}],
+        "request": {"url": url, "model": "m"},
+    }
+    body = to_line(result)["response"]["body"]
+    if url == CHAT:
+        [first, second] = ChatCompletion.model_validate(body).choices[0].logprobs.content
+        assert (first.token, first.logprob, first.bytes) == (" a", -0.5, [32, 97]) and second.top_logprobs == []
+        assert [(one.token, one.logprob) for one in first.top_logprobs] == [(" a", -0.5), ("\u00e9", -9999.0)]
+    else:
+        found = Completion.model_validate(body).choices[0].logprobs
+        assert (found.tokens, found.token_logprobs, found.text_offset) == ([" a", " a"], [-0.5, -0.5], [0, 2])
+        assert found.top_logprobs == [{" a": -0.5, "\u00e9": -9999.0}, {}]
+    assert from_line(json.loads(json.dumps(to_line(result)))) == result
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ({"n": 0}, "sampling.n is 0"),
         ({"best_of": 2}, "body.best_of is 2, which is not supported; leave it out, or give 1"),
-        ({"logprobs": True}, "body.logprobs is True"),
-        ({"top_logprobs": 3}, "body.top_logprobs is 3"),
+        ({"logprobs": 3}, "body.logprobs is 3; in a chat it must be true or false"),
+        ({"top_logprobs": 3}, "body.top_logprobs is 3; it needs body.logprobs true"),
+        ({"logprobs": True, "top_logprobs": 99}, "sampling.logprobs is 99"),
         ({"stream": True}, "body.stream is True"),
-        ({"response_format": {"type": "json_object"}}, "body.response_format is "),
+        ({"response_format": {"type": "grammar"}}, "body.response_format is {'type': 'grammar'}; its type must be"),
+        ({"response_format": {"type": "json_schema"}}, "the last with json_schema.schema"),
+        ({"response_format": "json"}, "body.response_format is 'json'; its type must be"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "body.response_format and body.structured_outputs both say",
+        ),
         ({"tool_choice": "required"}, "body.tool_choice is 'required'"),
         ({"functions": [{"name": "f"}]}, "body.functions is not supported"),
         ({"reasoning_effort": "high"}, "body.reasoning_effort is not supported"),

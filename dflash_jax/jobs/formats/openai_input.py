@@ -20,25 +20,20 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 _KEYS = ("custom_id", "method", "url", "body")
 
-_PROMPT_KEYS = {CHAT: (*CHAT_KEYS, "max_completion_tokens"), COMPLETIONS: ("prompt",)}
+_KEYS_OF = {
+    CHAT: (*CHAT_KEYS, "max_completion_tokens", "logprobs", "top_logprobs", "response_format"),
+    COMPLETIONS: ("prompt", "logprobs"),
+}
+"""Parameters that are read here."""
 
-_SAMPLES = ("best_of", "logprobs", "top_logprobs", "prompt_logprobs")
-"""Parameters that ask for more than the answers; what they may be is among the neutral values."""
-
-_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in _SAMPLES)
+_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "logprobs")
 """Sampling parameters that go by the same name in a body: OpenAI's, and those that other engines have beside them."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "stream": (False,),
     "echo": (False,),
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tool_choice": ("auto",),
     "parallel_tool_calls": (True,),
@@ -85,7 +80,7 @@ class OpenAIRequests(JsonLines):
         if record.get("method") != "POST":
             raise RequestError(f"method is {quote(record.get('method'))}; it must be 'POST'")
         url, body = record.get("url"), record.get("body")
-        if url not in _PROMPT_KEYS:
+        if url not in _KEYS_OF:
             raise RequestError(f"url is {quote(url)}; it must be {CHAT!r} or {COMPLETIONS!r}")
         if not isinstance(body, dict):
             raise RequestError(f"body is {quote(body)}; it must be an object")
@@ -96,12 +91,14 @@ class OpenAIRequests(JsonLines):
         _check_body(given, url)
         sampling = {name: given[name] for name in _SAMPLING if name in given}
         _add_limit(sampling, given)
+        _add_logprobs(sampling, given, url)
+        _add_format(sampling, given)
         prompt = {name: given[name] for name in CHAT_KEYS if name in given} if url == CHAT else _prompt(given)
         return {**prompt, "sampling": sampling, "request": {"url": url, "model": model}}
 
 
 def _check_body(given: Mapping[str, Any], url: str) -> None:
-    known = (*_PROMPT_KEYS[url], *_SAMPLING)
+    known = (*_KEYS_OF[url], *_SAMPLING)
     for name, value in given.items():
         if name in known or name in _IGNORED:
             continue
@@ -133,6 +130,43 @@ def _add_limit(sampling: dict[str, Any], given: Mapping[str, Any]) -> None:
             "they mean the same, so give one of them"
         )
     sampling["max_tokens"] = limit
+
+
+def _add_logprobs(sampling: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
+    """Log-probabilities: of a chat if asked for, with `top_logprobs` others; of a completion with as many as it says."""
+    asked, top = given.get("logprobs"), given.get("top_logprobs", 0)
+    if url == COMPLETIONS:
+        sampling["logprobs"] = asked
+        return
+    if asked not in (None, True, False) or not isinstance(asked, bool | None):
+        raise RequestError(f"body.logprobs is {quote(asked)}; in a chat it must be true or false")
+    if top and not asked:
+        raise RequestError(f"body.top_logprobs is {quote(top)}; it needs body.logprobs true")
+    sampling["logprobs"] = top if asked else None
+
+
+def _add_format(sampling: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """A response format, as structured outputs."""
+    asked = given.get("response_format")
+    if asked is None:
+        return
+    kind = asked.get("type") if isinstance(asked, dict) else None
+    if kind == "text":
+        return
+    schema = {"type": "object"} if kind == "json_object" else _schema(asked) if kind == "json_schema" else None
+    if schema is None:
+        raise RequestError(
+            f"body.response_format is {quote(asked)}; its type must be 'text', 'json_object' or 'json_schema', "
+            "the last with json_schema.schema"
+        )
+    if sampling.get("structured_outputs") is not None:
+        raise RequestError("body.response_format and body.structured_outputs both say what the answer must be")
+    sampling["structured_outputs"] = {"json": schema}
+
+
+def _schema(asked: Mapping[str, Any]) -> Any:
+    named = asked.get("json_schema")
+    return named.get("schema") if isinstance(named, dict) else None
 
 
 def _prompt(given: Mapping[str, Any]) -> Record:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +145,40 @@ def _answer(result: Result, name: str) -> dict[str, Any]:
 
 def _choice(sample: Result, index: int, chat: bool) -> dict[str, Any]:
     reason = sample["finish_reason"] if sample["finish_reason"] in ("stop", "length") else "stop"
+    found = sample.get("logprobs")
     choice: dict[str, Any] = {"index": index, "finish_reason": reason, "logprobs": None}
+    if found is not None:
+        choice["logprobs"] = _chat_logprobs(found) if chat else _completion_logprobs(found)
     if chat:
         return {**choice, "message": {"role": "assistant", "content": sample["text"], "refusal": None}}
     return {**choice, "text": sample["text"] or ""}
+
+
+def _chat_logprobs(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    content = [{**_logprob(each), "top_logprobs": [_logprob(other) for other in each["top"]]} for each in found]
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    records = [_logprob(each) for each in found]
+    tokens = [each["token"] for each in records]
+    ends = itertools.accumulate(map(len, tokens), initial=0)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [each["logprob"] for each in records],
+        "top_logprobs": [{other["token"]: other["logprob"] for other in map(_logprob, each["top"])} for each in found],
+        "text_offset": [start for start, _ in zip(ends, tokens, strict=False)],
+    }
+
+
+def _logprob(record: Mapping[str, Any]) -> dict[str, Any]:
+    text = record["text"] if record["text"] is not None else f"token_id:{record['token_id']}"
+    logprob = _NO_CHANCE if record["logprob"] is None else record["logprob"]
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "surrogatepass"))}
+
+
+_NO_CHANCE = -9999.0
+"""What OpenAI has in the place of minus infinity."""
 
 
 def _error(result: Result, status: int) -> dict[str, Any]:
