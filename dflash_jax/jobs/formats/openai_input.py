@@ -133,7 +133,7 @@ def _add_limit(sampling: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _add_logprobs(sampling: dict[str, Any], given: Mapping[str, Any], url: str) -> None:
-    """Log-probabilities: of a chat with `top_logprobs` others, if asked for; of a completion with as many as it says."""
+    """Log-probabilities: in a chat with `top_logprobs` others, if asked for; else with as many as `logprobs` says."""
     asked, top = given.get("logprobs"), given.get("top_logprobs", 0)
     if url == COMPLETIONS:
         sampling["logprobs"] = asked
