@@ -22,6 +22,7 @@ from dflash_jax.engine.plan import make_plan
 GOLDEN = Path(__file__).parent / "golden"
 PAIRS = ("recall-dflash1", "recall-dflash2", "recall-dflash2-swa")
 
+
 # What configs/train-recall.yaml and configs/train-recall-hybrid.yaml make. Their records are the engine's own, of each
 # request alone.
 TRAINED = "recall-trained"

@@ -81,6 +81,7 @@ def test_a_warm_start_traces_nothing_and_answers_the_same(filled):
     assert not list((cache / "xla").glob("jit__run_*"))
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_both_answer_and_leave_whole_programs(tmp_path, filled):
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda _: run(tmp_path), range(2)))
@@ -244,6 +245,7 @@ def wave(x):
 """
 
 
+@pytest.mark.slow
 def test_a_program_of_jax_own_cache_is_compiled_again_to_be_kept(tmp_path):
     """One that was read from there can be written and loaded, and then fails when it is run."""
     for what in (

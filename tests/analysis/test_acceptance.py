@@ -26,7 +26,8 @@ from dflash_jax.analysis.kinds import kind_of_text
 from dflash_jax.engine.costs import Costs, Round
 from dflash_jax.engine.output import Metrics
 from tests.byte_tokenizer import byte_tokenizer
-from tests.pairs import PAIRS, SAMPLING, alone, cases, engine, prompts
+from tests.pairs import SAMPLING, alone, cases, engine, prompts
+from tests.slow import mostly_slow
 
 PAIR = "recall-dflash2"
 
@@ -82,7 +83,7 @@ def test_what_was_not_verified_is_not_known():
     assert plain.k == 0 and not plain.observed.any() and len(by_position(plain).rate) == 0
 
 
-@pytest.mark.parametrize("draft", PAIRS)
+@pytest.mark.parametrize("draft", mostly_slow("recall-dflash2", "recall-dflash1", "recall-dflash2-swa"))
 @pytest.mark.parametrize("width", [None, 3])
 def test_rounds_of_an_engine_have_kept_what_its_metrics_say(draft, width):
     completions = recorded(draft, width=width)
@@ -190,6 +191,7 @@ def test_heat_map_and_time_have_a_place_for_every_round():
     assert set(some.request.tolist()) == {1} and len(some.where(some.number < 2)) == 2
 
 
+@pytest.mark.slow
 def test_what_if_says_of_a_width_what_the_engine_does_at_that_width():
     found = what_if(rounds_of(recorded()), linear_cost(draft=0.2, token=0.02))
     assert found.k.tolist() == list(range(8)) and found.speed_up[0] == 1

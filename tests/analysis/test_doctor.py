@@ -75,6 +75,7 @@ def test_another_mask_token_is_found_and_the_right_one_named():
     is_problem(finding, f"set draft.mask_token_id {right}")
 
 
+@pytest.mark.slow
 def test_another_rotary_embedding_is_found():
     of = models(PAIR)
     rope = dataclasses.replace(of.draft_config.rope, theta=40.0)
@@ -82,6 +83,7 @@ def test_another_rotary_embedding_is_found():
     is_problem(found(served(rope=rope), "rope", told=GOLDEN / PAIR), "draft.rope_scaling is", "config.json has")
 
 
+@pytest.mark.slow
 def test_contexts_that_are_longer_than_the_draft_knows_are_found():
     asked = [[*case["prompt"], *case["greedy_tokens"]] for case in cases(TRAINED)[:4]]
     engine = served(models(TRAINED), sizes={"max_model_len": 320})
@@ -115,6 +117,7 @@ class Forgetful:
         return self._run(device.replace(draft_pages=pages), plan)
 
 
+@pytest.mark.slow
 def test_an_engine_that_drafts_from_another_context_than_training_is_found():
     engine = served()
     engine._run = Forgetful(engine._run)
@@ -122,6 +125,7 @@ def test_an_engine_that_drafts_from_another_context_than_training_is_found():
     is_problem(finding, "serving loses what training has", "the context in the engine's pages")
 
 
+@pytest.mark.slow
 def test_a_shortlist_that_lacks_what_is_said_is_found():
     of = models(PAIR)
     finding = found(served(of.replace(shortlist=make_shortlist(of.target, range(30)))), "shortlist")
@@ -130,34 +134,40 @@ def test_a_shortlist_that_lacks_what_is_said_is_found():
     assert found(served(everything), "shortlist", max_tokens=8).level == "fine"
 
 
+@pytest.mark.slow
 def test_a_k_past_the_trained_one_is_found():
     is_problem(found(served(k=12), "k", max_tokens=8), "draft.k is 12", "trained to propose 7")
     assert found(served(k=3), "k", max_tokens=8).level == "notice"
 
 
+@pytest.mark.slow
 def test_what_sampling_costs_a_draft_that_cannot_sample_is_found():
     finding = found(served(models("recall-dflash1")), "sampling", sampling={"temperature": 3.0, "seed": 1})
     is_problem(finding, "at temperature 3.0", "a DFlash draft proposes its best tokens only")
     assert found(served(), "sampling", sampling={"temperature": 0.0}, max_tokens=8) is None
 
 
+@pytest.mark.slow
 def test_requests_that_are_not_drafted_for_are_found():
     engine = Engine(models(PAIR), EngineConfig(**{**SIZES, "max_slots": 1}), max_context=20)
     is_problem(found(engine, "fallback", max_tokens=8), "past draft.max_context 20")
 
 
+@pytest.mark.slow
 def test_scores_that_are_not_finite_are_found():
     of = models(PAIR)
     broken = of.replace(draft=of.draft.replace(norm=of.draft.norm.at[0].set(jnp.nan)))
     is_problem(found(served(broken), "damaged_drafts", max_tokens=8), "the draft's scores were not finite")
 
 
+@pytest.mark.slow
 def test_a_dtype_that_is_not_the_draft_s_is_noted():
     told = dataclasses.replace(read_told(GOLDEN / PAIR), dtype="bfloat16")
     finding = found(served(), "dtype", told=told, max_tokens=4)
     assert finding.level == "notice" and "engine computes in float32" in finding.sentence
 
 
+@pytest.mark.slow
 def test_another_target_than_the_trained_one_is_found():
     told = read_told(trained_files(TRAINED) / "draft")
     assert told.target_fingerprint is not None and told.trained_tokens == 112
@@ -168,6 +178,7 @@ def test_another_target_than_the_trained_one_is_found():
     is_problem(finding, "not those that the draft was trained for")
 
 
+@pytest.mark.slow
 def test_text_that_is_harder_than_that_of_the_training_is_found():
     finding = found(served(), "other_text", told=Told(trained_acceptance=40.0))
     is_problem(finding, "40.00 tokens a round", "these prompts are not what it was trained on")
@@ -242,6 +253,7 @@ def test_what_makes_a_pair_impossible_is_a_finding(change, cause):
     assert (finding.cause, finding.level) == (cause, "problem")
 
 
+@pytest.mark.slow
 def test_what_is_told_is_read_and_what_is_broken_is_not_told(tmp_path):
     assert read_told(tmp_path) == Told()
     for name, content in (("config.json", "{"), ("README.md", "\udce9"), ("run.json", "[]"), ("tokenizer.json", "[]")):
@@ -264,6 +276,7 @@ def test_few_rounds_and_engines_that_cannot_be_examined_are_told_in_words():
         diagnose(busy, prompts(PAIR))
 
 
+@pytest.mark.slow
 def test_the_command_says_it_in_sentences_and_in_its_exit_code(tmp_path):
     input_ = tmp_path / "prompts.jsonl"
     input_.write_text("".join(json.dumps({"prompt_token_ids": prompt}) + "\n" for prompt in prompts(PAIR)[1:5]))

@@ -11,6 +11,7 @@ from dflash_jax.analysis import peek, peek_state
 from tests.engine.test_processors import with_text
 from tests.engine.test_toy_drafter import toy_models
 from tests.pairs import HYBRID, PAIRS, SAMPLING, cases, engine, prompts, tensors
+from tests.slow import mostly_slow
 
 
 def decoding(draft, sampling=None, **options):
@@ -29,7 +30,7 @@ def step(served):
     return update, record.drafted_blocks[-1]
 
 
-@pytest.mark.parametrize("draft", [*PAIRS, HYBRID])
+@pytest.mark.parametrize("draft", mostly_slow("recall-dflash2", "recall-dflash1", "recall-dflash2-swa", HYBRID))
 @pytest.mark.parametrize(
     "sampling",
     [

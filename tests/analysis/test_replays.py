@@ -10,6 +10,7 @@ from dflash_jax import Engine, EngineConfig, RequestError, StateError
 from dflash_jax.analysis import diff, finish, recording, replay
 from dflash_jax.checkpoints import load_draft
 from tests.pairs import GOLDEN, HYBRID, SAMPLING, SIZES, alone, engine, models, prompts, record
+from tests.slow import mostly_slow
 
 PAIR = "recall-dflash2"
 
@@ -90,7 +91,7 @@ def test_what_a_step_brought_is_not_lost_if_an_observer_raises():
     assert [record(done[f"r{at}"]) for at in range(2)] == [record(alone(PAIR, tuple(p))) for p in prompts(PAIR)[:2]]
 
 
-@pytest.mark.parametrize("draft", [PAIR, HYBRID])
+@pytest.mark.parametrize("draft", mostly_slow(PAIR, HYBRID))
 def test_a_replay_of_nothing_changed_is_the_run_itself(draft):
     served = halfway(draft)
     before = served.host
@@ -133,7 +134,7 @@ def test_a_replay_with_another_drafter_drafts_what_that_would_have_drafted():
     ]
 
 
-@pytest.mark.parametrize("draft", [PAIR, HYBRID])
+@pytest.mark.parametrize("draft", mostly_slow(PAIR, HYBRID))
 def test_a_replay_with_a_forced_token_says_what_a_prompt_with_that_token_would_get(draft):
     served = halfway(draft)
     output = tuple(served.host.find("r0").output)
@@ -153,7 +154,7 @@ def test_a_forced_token_without_an_index_comes_next():
     assert finish(replay(served, force=7))["r0"].token_ids[: len(output) + 1] == (*output, 7)
 
 
-@pytest.mark.parametrize("draft", [PAIR, HYBRID])
+@pytest.mark.parametrize("draft", mostly_slow(PAIR, HYBRID))
 def test_a_replay_with_other_sampling_samples_from_there_on(draft):
     served = halfway(draft)
     sampled = finish(replay(served, sampling={"temperature": 6.0, "seed": 3}))

@@ -20,7 +20,8 @@ from dflash_jax.functional import check_state
 from tests.byte_tokenizer import byte_tokenizer
 from tests.engine.test_snapshots import finish
 from tests.full_forward import full_logprobs, log_softmax
-from tests.pairs import GOLDEN, HYBRID, PAIRS, SERVED, alone, engine, models, prompts, tensors
+from tests.pairs import GOLDEN, HYBRID, SERVED, alone, engine, models, prompts, tensors
+from tests.slow import mostly_slow
 
 PAIR = "recall-dflash2"
 TOLERANCE = 1e-4
@@ -58,7 +59,7 @@ def known(completion: Completion) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", mostly_slow(PAIR, "recall-dflash1", "recall-dflash2-swa"))
 def test_logprobs_are_those_of_a_full_float64_forward(pair, sampling):
     for completion, prompt in zip(engine(pair).generate(prompts(pair), sampling), prompts(pair), strict=True):
         truth = full_logprobs(GOLDEN / "recall-target", [*prompt, *completion.token_ids])
@@ -66,7 +67,7 @@ def test_logprobs_are_those_of_a_full_float64_forward(pair, sampling):
         assert completion.metrics.drafts_accepted > 0 or sampling is HOT
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, HYBRID])
+@pytest.mark.parametrize("pair", mostly_slow(PAIR, "recall-dflash1", "recall-dflash2-swa", HYBRID))
 def test_prompt_logprobs_are_those_of_transformers_logits(pair):
     sampling = {**ASKED, "max_tokens": 1}
     for index, completion in enumerate(engine(pair).generate(prompts(pair), sampling)):
@@ -198,7 +199,7 @@ def test_preempted_requests_lose_and_double_nothing():
 
 
 @pytest.mark.parametrize("pair", [PAIR, HYBRID])
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", mostly_slow(2, 1))
 def test_a_request_preempted_within_its_prompt_goes_on_from_what_it_knows(pair, chunks):
     # Chunks end within pages, so that some tokens are run again whose log-probabilities are known.
     served, prompt = engine(pair, prefill_chunk=24), max(prompts(pair), key=len)
@@ -218,7 +219,7 @@ def test_a_request_preempted_within_its_prompt_goes_on_from_what_it_knows(pair, 
 
 
 @pytest.mark.parametrize("way", ["fork", "snapshot", "another draft"])
-@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("steps", mostly_slow(3, 1))
 def test_updates_before_and_after_a_fork_or_snapshot_hold_each_logprob_once(way, steps, tmp_path):
     served, prompt = engine(PAIR), prompts(PAIR)[2]
     [straight] = engine(PAIR).generate([prompt], GREEDY)

@@ -32,6 +32,7 @@ from tests.sampling.test_distribution import (
     sampler_of,
     truth,
 )
+from tests.slow import mostly_slow
 
 PROMPT, OUTPUT = (4, 1, 3), (5, 0, ANCHOR)
 STOPS = (1, 4)
@@ -154,7 +155,7 @@ def speculated_pair(seeds, sampler, held, drafts: int):
     return first, second
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 2])
+@pytest.mark.parametrize("drafts", mostly_slow(2, 1, 0))
 @pytest.mark.parametrize("name", CASES)
 def test_speculated_tokens_follow_the_processed_joint_distribution(name, drafts):
     case = CASES[name]

@@ -19,6 +19,7 @@ from dflash_jax.functional import check_state
 from dflash_jax.models.lm_head import make_shortlist
 from tests.byte_tokenizer import byte_tokenizer
 from tests.pairs import GOLDEN, SAMPLING, alone, assert_is_golden, cases, engine, models, prompts, record, step_in_order
+from tests.slow import mostly_slow
 
 PAIR = "recall-dflash2"
 LONG = {"max_tokens": 24, "ignore_eos": True}
@@ -64,9 +65,9 @@ def lonely(prompt, sampling: dict[str, Any]):
     return engine(PAIR, prefix_cache=False).generate([prompt], {**LONG, **sampling})[0]
 
 
-@pytest.mark.parametrize("hot", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("hot", mostly_slow(False, True), ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", FEATURES)
-@pytest.mark.parametrize("pair", [PAIR, "recall-dflash1"])
+@pytest.mark.parametrize("pair", mostly_slow(PAIR, "recall-dflash1"))
 def test_greedy_drafted_tokens_are_the_plain_ones_and_the_parameters_matter(pair, name, hot):
     sampling = {**LONG, **FEATURES[name], **(HOT if hot else {})}
     drafted = engine(pair).generate(prompts(pair)[:4], sampling)
@@ -80,7 +81,7 @@ def test_greedy_drafted_tokens_are_the_plain_ones_and_the_parameters_matter(pair
 
 
 @pytest.mark.parametrize("hot", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("pair", [PAIR, "recall-dflash1"])
+@pytest.mark.parametrize("pair", mostly_slow(PAIR, "recall-dflash1"))
 def test_what_is_forbidden_is_neither_said_nor_drafted(pair, hot):
     allowed = [3, 17, 48]
     sampling = {**LONG, "allowed_token_ids": allowed, **(HOT if hot else {})}
@@ -90,7 +91,7 @@ def test_what_is_forbidden_is_neither_said_nor_drafted(pair, hot):
         assert completion.metrics.mean_acceptance_length > 1.2
 
 
-@pytest.mark.parametrize("pair", [PAIR, "recall-dflash1"])
+@pytest.mark.parametrize("pair", mostly_slow(PAIR, "recall-dflash1"))
 def test_a_shortlist_drafts_what_is_allowed_of_it(pair):
     of = models(pair)
     listed, allowed = [*range(0, 64, 3)], [3, 4, 17, 48]

@@ -17,8 +17,9 @@ from dflash_jax.functional import check_state
 from dflash_jax.sampling.masks import has_tokens, only_token, set_tokens
 from tests.byte_tokenizer import byte_tokenizer
 from tests.engine.test_processors import finish, with_text
-from tests.pairs import GOLDEN, PAIRS, SAMPLING, assert_is_golden, cases, prompts
+from tests.pairs import GOLDEN, SAMPLING, assert_is_golden, cases, prompts
 from tests.sampling.test_distribution import DRAWS, assert_follows
+from tests.slow import mostly_slow
 
 pytest.importorskip("llguidance")
 
@@ -52,7 +53,7 @@ def check_json(completion) -> None:
     assert all(item in ("RED", "GREEN", "BLUE") or 0 <= item <= 99 for item in value)
 
 
-@pytest.mark.parametrize("pair", PAIRS[:2])
+@pytest.mark.parametrize("pair", mostly_slow(PAIR, "recall-dflash1"))
 @pytest.mark.parametrize("hot", [False, True], ids=["greedy", "sampled"])
 def test_every_answer_is_valid_json(pair, hot):
     served = with_text(pair)
@@ -67,7 +68,7 @@ def test_every_answer_is_valid_json(pair, hot):
     assert sum(completion.metrics.drafts_accepted for completion in done.values()) > len(many)
 
 
-@pytest.mark.parametrize("pair", PAIRS[:2])
+@pytest.mark.parametrize("pair", mostly_slow(PAIR, "recall-dflash1"))
 def test_greedy_drafted_tokens_are_those_of_plain_decoding(pair):
     for structured in ({"json": SCHEMA}, {"regex": REGEX}, {"choice": ["YES", "NO", "NOT YET", 'A"B']}):
         sampling = {**LONG, "structured_outputs": structured}

@@ -1,8 +1,8 @@
 """A real model and drafter under a JSON schema: every answer is valid, and drafting pays as much as without it.
 
-DFLASH_JAX_JSON_PROMPTS says how many prompts, 4 by default; with 200 it takes some minutes:
+DFLASH_JAX_JSON_PROMPTS says how many prompts, 200 by default, which take some minutes:
 
-    DFLASH_JAX_JSON_PROMPTS=200 pytest -s tests/engine/test_structured_smollm2.py
+    pytest -m slow -s tests/engine/test_structured_smollm2.py
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dflash_jax.acceptance import total_acceptance
 
 pytest.importorskip("llguidance")
 
-COUNT = int(os.environ.get("DFLASH_JAX_JSON_PROMPTS", "4"))
+COUNT = int(os.environ.get("DFLASH_JAX_JSON_PROMPTS", "200"))
 THINGS = (
     *("lemon", "apple", "bicycle", "piano", "river", "tiger", "teapot", "candle", "castle", "pencil"),
     *("rocket", "garden", "violin", "pigeon", "helmet", "ladder", "window", "carpet", "basket", "anchor"),
@@ -39,6 +39,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 def test_every_answer_is_valid_json_and_drafting_pays_as_before():
     jsonschema = pytest.importorskip("jsonschema")
     draft = Path(__file__).parents[2] / "drafters" / "smollm2-dflash2"

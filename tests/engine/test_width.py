@@ -15,6 +15,7 @@ from dflash_jax.engine.width import Width, choose_width, inexperienced, widths
 from tests.engine.budgets import Rounds, assert_blocks_belong, with_budget
 from tests.engine.test_toy_drafter import toy_models
 from tests.pairs import HYBRID, SAMPLING, SIZES, alone, cases, engine, models, prompts
+from tests.slow import mostly_slow
 
 PAIRS = ("recall-dflash2", "recall-dflash1", HYBRID)
 
@@ -27,7 +28,7 @@ def generate(pair: str, served: Engine, count: int = 3):
     return completions
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", mostly_slow(*PAIRS[1:], PAIRS[0]))
 def test_a_fixed_width_verifies_so_many_and_drafts_the_whole_block(pair):
     for width in (1, 3):
         for prompt, completion in zip(prompts(pair), generate(pair, engine(pair, width=width)), strict=False):

@@ -17,6 +17,7 @@ import pytest
 from dflash_jax.engine.output import Completion, Metrics, Update
 from dflash_jax.jobs.console import JobConsole
 from dflash_jax.jobs.formats import read_output
+from tests.slow import mostly_slow
 
 ROWS, FEW = 24_000, 6_000
 """Rows of a job, and after how many the memory of what is needed once is there."""
@@ -37,6 +38,9 @@ class Instant:
     @property
     def has_work(self):
         return bool(self._waiting)
+
+    def tokenize(self, prompt):
+        return prompt
 
     def add_request(self, prompt, sampling, request_id):
         self._waiting.append(request_id)
@@ -67,7 +71,7 @@ class Quiet(JobConsole):
         pass
 
 
-@pytest.mark.parametrize("output", ["out.parquet", "out.jsonl", "openai"])
+@pytest.mark.parametrize("output", mostly_slow("out.parquet", "out.jsonl", "openai"))
 def test_a_jobs_memory_does_not_grow_with_its_rows(job, output):
     names = [f"{number:06d} of a table with long names: {'x' * 400}" for number in range(ROWS)]
     table = pa.table({"id": names, "prompt_token_ids": [[1, 2, 3, 4, 5, 6]] * ROWS})

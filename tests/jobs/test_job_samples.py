@@ -98,6 +98,7 @@ def test_a_token_without_any_chance_has_null_and_small_numbers_keep_their_digits
     }
 
 
+@pytest.mark.slow
 def test_a_job_that_asks_for_logprobs_compiles_nothing_after_its_first_request(job, monkeypatch):
     from dflash_jax.programs import Program
 

@@ -1393,7 +1393,7 @@ _OF_PROCESSORS = (
                 "            self._matcher.rollback(1)\n",
             ),
         ),
-        _STRUCTURED + "test_every_answer_is_valid_json[recall-dflash2-greedy]",
+        _STRUCTURED + "test_every_answer_is_valid_json[greedy-recall-dflash2]",
         r"assert|Error",
     ),
 )

@@ -262,7 +262,7 @@ def test_the_engine_takes_a_mapping_as_a_prompt():
     text = '[[{"name": "f"}]]<user>hi</s><assistant>well, '
     assert engine.tokenize(prompt) == tuple(own._backend.encode(text, add_special_tokens=False))
     assert engine.tokenize([USER, ASSISTANT]) == engine.tokenize({"messages": [USER, ASSISTANT]})
-    with pytest.raises(RequestError, match="without messages"):
+    with pytest.raises(RequestError, match="a mapping of 'no keys'; it must have one of"):
         engine.tokenize({})
 
 

@@ -25,7 +25,7 @@ def one_sentence(caught):
         (b"[1]\n", "line 1 .*must be an object"),
         (b"", "has no prompt in it"),
         (b"\n \n", "has no prompt in it"),
-        (None, r"\(prompts\) cannot be read \(Is a directory"),
+        (None, r"\(prompts\) has no .parquet, .arrow, .feather files"),
     ],
 )
 def test_prompts_that_cannot_be_answered_are_named(tmp_path, content, says):
