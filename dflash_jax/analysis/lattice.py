@@ -15,8 +15,7 @@ from jaxtyping import Float, Int
 
 from dflash_jax.engine import Engine, EngineState, Models
 from dflash_jax.engine.host import speculates
-from dflash_jax.engine.processors import UNKNOWN, Process, processing
-from dflash_jax.engine.steps import processed_head
+from dflash_jax.engine.steps import process_of, propose_from, proposing_head
 from dflash_jax.errors import RequestError, StateError, quote
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.kernels.selector.xla import edge_scores
@@ -201,25 +200,12 @@ def _look(models: Models, state: EngineState, rows, drafts, width, count, implem
     assert config is not None
     sampler = jax.tree.map(lambda leaf: leaf[rows], slots.sampler)
     anchor, position = slots.anchor[rows], slots.position[rows]
-    context = state.draft_context(rows)
-    shortlist = models.shortlist
-    unknown = jnp.full((len(rows), drafts), UNKNOWN, jnp.int32)
-    if (process := _processing(state, rows, unknown)) is not None:
-        shortlist = processed_head(models, process)
     drafter, scored = _watched(drafter_of(config))
-    raw = drafter.propose(
-        models.draft,
-        config,
-        models.target,
-        context,
-        anchor,
-        drafts,
-        sampler,
-        shortlist=shortlist,
-        implementation=implementation,
-    )
+    raw = propose_from(models, state, rows, sampler, drafts, implementation, drafter)
     block, _ = without_damage(raw, models.target_config.vocab_size)
-    tokens, unary, edges = _scores(models, shortlist, raw, scored, anchor, count, implementation)
+    tokens, unary, edges = _scores(
+        models, proposing_head(models, state, rows, drafts), raw, scored, anchor, count, implementation
+    )
 
     run = jnp.concatenate([anchor[:, None], block.tokens], axis=1)
     extension = extend(
@@ -232,7 +218,7 @@ def _look(models: Models, state: EngineState, rows, drafts, width, count, implem
         implementation=implementation,
     )
     logits = target_head(models.target).logits(extension.hidden, implementation=implementation)
-    if (process := _processing(state, rows, block.tokens)) is not None:
+    if (process := process_of(state, rows, position + 1, block.tokens)) is not None:
         logits = process(logits)
     verified = jnp.full(rows.shape, width, jnp.int32)
     verdict = verify(logits, block.tokens, verified, block.candidates, block.probs, sampler, position)
@@ -267,14 +253,6 @@ def _watched(drafter: Any) -> tuple[Any, dict[str, Any]]:
 
     watched.choose = choose_watched
     return watched, scored
-
-
-def _processing(state: EngineState, rows, drafts) -> Process | None:
-    """What logits processors do to logits after the committed tokens and the drafted ones."""
-    if state.processors is None:
-        return None
-    slots = state.slots
-    return processing(state.processors, rows, slots.position[rows] + 1, drafts, slots.stop_tokens[rows])
 
 
 def _scores(

@@ -122,10 +122,9 @@ def what_if(
             raise ConfigError(
                 f"the cost table has no entry for k = {missing[0]}; it must have one for each up to {most}"
             )
-        table: CostTable = lambda k: cost.get(k, 1.0)  # noqa: E731
+        costs = np.array([cost.get(k, 1.0) for k in ks.tolist()], float)
     else:
-        table = cost
-    costs = np.array([table(k) for k in ks.tolist()], float)
+        costs = np.array([cost(k) for k in ks.tolist()], float)
     tokens = _tokens(by_position(rounds).rate[None], most)[0]
     reached, kept = _by_request(rounds)
     drawn = resamples(len(reached), times, seed)

@@ -163,4 +163,5 @@ def _check_structured(request: Request, grammars: Grammars | None) -> None:
             "sampling.structured_outputs needs a token to end with, and the request has none; leave ignore_eos out, or "
             "give stop_token_ids"
         )
-    grammars.check(structured)  # type: ignore[arg-type]
+    assert isinstance(structured, tuple), "parameters keep it as a kind and a text"
+    grammars.check(structured)

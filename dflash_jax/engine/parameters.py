@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash_jax.errors import RequestError, quote, reason
 
@@ -33,7 +33,7 @@ def require(name: str, value: Any, holds: bool, wanted: str) -> None:
         raise RequestError(f"sampling.{name} is {quote(value)}; it must be {wanted}")
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """Whether a value is an integer; True and False are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -51,7 +51,7 @@ def is_real(value: object) -> bool:
 
 def is_token(value: object) -> bool:
     """Whether a value can be a token id of some vocabulary."""
-    return is_int(value) and 0 <= value < 2**31  # type: ignore[operator]
+    return is_int(value) and 0 <= value < 2**31
 
 
 def check_penalty(name: str, value: Any) -> float:

@@ -22,7 +22,7 @@ from dflash_jax.engine.state import EngineState, Models, Slots
 from dflash_jax.engine.verification import undecided, verify_hidden
 from dflash_jax.kernels.dispatch import Implementation
 from dflash_jax.kernels.packing import Packing, pack, packing_of
-from dflash_jax.models.drafters import Proposal, drafter_of, without_damage
+from dflash_jax.models.drafters import Drafter, Proposal, drafter_of, without_damage
 from dflash_jax.models.lm_head import LmHead, target_head
 from dflash_jax.models.recurrent import commit
 from dflash_jax.models.target import Extension, extend
@@ -115,7 +115,7 @@ def prefill(
         sampler,
         length - 1,
         implementation,
-        process=_process(state, slot, length, none.tokens, masks),
+        process=process_of(state, slot, length, none.tokens, masks),
         written=logits,
     )
     ends = live & last
@@ -191,7 +191,7 @@ def run_round(
 
     with jax.named_scope("propose"):
         if block is None:
-            block = _propose(models, state, jnp.where(drafting, idx_mapping, -1), sampler, drafts, implementation)
+            block = propose_from(models, state, jnp.where(drafting, idx_mapping, -1), sampler, drafts, implementation)
         block, damaged = without_damage(block, models.target_config.vocab_size)
         bins = bins_of(jnp.zeros(block.tokens.shape) if block.margin is None else block.margin)
     with jax.named_scope("verify"):
@@ -219,7 +219,7 @@ def run_round(
             implementation,
             packing=packing,
             written=logits,
-            process=_process(state, slot, position + 1, proposal.tokens, masks),
+            process=process_of(state, slot, position + 1, proposal.tokens, masks),
         )
         violation = jnp.where(live, undecided(verdict), violation)
         live, speculating = live & (violation == 0), speculating & (violation == 0)
@@ -268,7 +268,7 @@ def propose(
     idx_mapping = state.rows.idx_mapping
     sampler = _sampler_of(state.slots, jnp.maximum(idx_mapping, 0), live)
     rows = jnp.where(speculating & (drafts > 0), idx_mapping, -1)
-    return _propose(models, state, rows, sampler, drafts, implementation)
+    return propose_from(models, state, rows, sampler, drafts, implementation)
 
 
 def _who(state: EngineState, drafts: int) -> tuple[Bool[Array, " rows"], Bool[Array, " rows"], Int[Array, " rows"]]:
@@ -344,33 +344,43 @@ def _no_proposal(rows: int) -> Proposal:
     return Proposal(nothing, nothing[..., None], jnp.zeros((rows, 0, 1), jnp.float32))
 
 
-def _propose(models: Models, state: EngineState, idx_mapping, sampler: Sampler, drafts: int, implementation):
+def propose_from(
+    models: Models,
+    state: EngineState,
+    idx_mapping: Int[Array, " rows"],
+    sampler: Sampler,
+    drafts: int,
+    implementation: Implementation | None,
+    drafter: Drafter | None = None,
+) -> Proposal:
+    """What is drafted for the rows' slots, by the models' kind of draft or by another."""
     if drafts == 0:
         return _no_proposal(idx_mapping.shape[0])
     assert models.draft is not None and models.draft_config is not None
     context = state.draft_context(idx_mapping)
     slot = jnp.maximum(idx_mapping, 0)
-    anchor, shortlist = state.slots.anchor[slot], models.shortlist
-    unknown = jnp.full((slot.shape[0], drafts), UNKNOWN, jnp.int32)
-    process = _process(state, slot, state.slots.position[slot] + 1, unknown)
-    if process is not None:
-        # What is forbidden is not proposed, and the rest is proposed by scores like those that will be verified.
-        shortlist = processed_head(models, process)
-    return drafter_of(models.draft_config).propose(
+    return (drafter or drafter_of(models.draft_config)).propose(
         models.draft,
         models.draft_config,
         models.target,
         context,
-        anchor,
+        state.slots.anchor[slot],
         drafts,
         sampler,
-        shortlist=shortlist,
+        shortlist=proposing_head(models, state, slot, drafts),
         implementation=implementation,
     )
 
 
-def processed_head(models: Models, process: Process) -> LmHead:
-    """The head that the draft proposes from, with its logits processed."""
+def proposing_head(models: Models, state: EngineState, slot: Int[Array, " rows"], drafts: int) -> LmHead | None:
+    """The head that the slots' drafts propose from, if it is not the target's own.
+
+    What logits processors forbid is not proposed, and the rest is proposed by scores like those that will be verified.
+    """
+    unknown = jnp.full((slot.shape[0], drafts), UNKNOWN, jnp.int32)
+    process = process_of(state, slot, state.slots.position[slot] + 1, unknown)
+    if process is None:
+        return models.shortlist
     vocab_size = models.target_config.vocab_size
 
     def listed(logits, tokens):
@@ -383,7 +393,7 @@ def processed_head(models: Models, process: Process) -> LmHead:
     return head.replace(process=listed)
 
 
-def _process(state: EngineState, slot, length, drafts, masks=None) -> Process | None:
+def process_of(state: EngineState, slot, length, drafts, masks=None) -> Process | None:
     """What the rows' logits processors and masks do to logits after `length` tokens and the drafted ones, if anything.
 
     Nothing is done where there are none of them: the target's best token is then enough.

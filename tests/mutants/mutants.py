@@ -1368,7 +1368,13 @@ _OF_PROCESSORS = (
     ),
     Mutant(
         "propose what is forbidden",
-        (("engine/steps.py", "        shortlist = processed_head(models, process)\n", "        pass\n"),),
+        (
+            (
+                "engine/steps.py",
+                "    if process is None:\n        return models.shortlist\n",
+                "    return models.shortlist\n",
+            ),
+        ),
         _PROCESSORS + "test_what_is_forbidden_is_neither_said_nor_drafted[recall-dflash2-greedy]",
         r"assert",
     ),
